@@ -1,0 +1,24 @@
+"""What holds for every test: one thread of arithmetic, and no Ray cluster unless the test asks for one."""
+
+import os
+
+# Read by torch when it is first imported, here and in every process that a test starts: with one thread a sum
+# has one order.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import pytest
+import ray
+
+
+@pytest.fixture(autouse=True)
+def forbid_ray_outside_ray_tests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make `ray.init` fail in a test that does not carry the `ray` marker, however it is reached."""
+    if request.node.get_closest_marker("ray"):
+        return
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        pytest.fail("this test starts Ray: mark it `ray`, or pass in what it takes from Ray")
+
+    monkeypatch.setattr(ray, "init", refuse)
