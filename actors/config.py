@@ -1,0 +1,48 @@
+"""ShardConfig and ExpertCacheConfig: what a user may set about the GPU shards and the expert pool."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class ShardConfig(BaseModel):
+    """Settings of every GPUShard."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    world_size: int = Field(default=2, ge=1, le=8)
+    """Number of shards: one Ray actor and one GPU each (CPU processes with `device: cpu`). 1, 2, 4 or 8."""
+    ep_size: int | None = Field(default=None, ge=1, le=8)
+    """Expert groups: `world_size` gives every rank whole experts, 1 gives every rank a slice of each expert.
+    Unset means `world_size`. Must divide `world_size`. Changes rounding, never correctness."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes GPUs if the Ray cluster has `world_size` of them, else CPU; the choice is logged."""
+    precision: Literal["fp32", "fp64"] = "fp32"
+    """Accumulation of every operator. `fp64` is the reference mode that golden tests compare exactly; slow."""
+    expert_activations: Literal["bf16", "fp8"] = "bf16"
+    """Activations that enter the expert products. `fp8` rounds them as the reference implementation does."""
+    max_resident_pages: int | None = Field(default=None, ge=0)
+    """Expert pages kept in device slots per rank; the rest are cold and stream from the host pool. Unset: all."""
+    staging: Literal["staged", "direct"] = "staged"
+    """Cold pages: `staged` copies them into slots ahead of their use, `direct` reads them in the host pool."""
+    num_staging_slots: int = Field(default=8, ge=2)
+    """Device slots of the staging ring, in pages per rank. More hide longer copies."""
+    num_threads: int = Field(default=1, ge=1)
+    """CPU threads of one shard's operators."""
+    collective_timeout_s: float = Field(default=60.0, gt=0)
+    """A collective that takes longer means a lost rank; the gang is then rebuilt."""
+    step_timeout_s: float = Field(default=300.0, gt=0)
+    """A step without a reply for this long declares the shards dead."""
+
+
+class ExpertCacheConfig(BaseModel):
+    """Settings of the ExpertCache and its shared host pool."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    num_load_threads: int = Field(default=2, ge=1)
+    """Threads that read expert pages from the checkpoint into the pool at start."""
+    verify_checksums: bool = True
+    """Check a page's checksum when a shard first reads it. Off saves one pass over the pool at start."""

@@ -1,0 +1,232 @@
+"""Every message that crosses a process boundary, in one place; encoded with msgpack by `msgspec`.
+
+Three channels (design: "Processes"):
+- request channel, Engine replica <-> engine core: `AddRequest`, `AbortRequest` in; `RequestOutputs` back, one
+  message per step with the news of every request;
+- step channel, engine core -> all shards by one broadcast ring: `StepInput` or `StopShards`;
+- reply channels, shard -> engine core: `StepOutput` from rank 0, `ShardFailure` from any rank.
+
+Field types are the plain ones msgpack has (`msgspec.Struct`, since it decodes unions of messages by tag and checks types on the way in). Token ids and block ids are lists of int.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Message(msgspec.Struct, frozen=True):
+    """Base of all messages: an immutable, typed struct; the tagged ones are what a channel sends."""
+
+
+class SamplingParams(Message, frozen=True):
+    """How one request's next tokens are chosen. Validated at the API; the shard trusts the ranges."""
+
+    temperature: float = 1.0
+    """0 means greedy: the lowest token id among the largest logits."""
+    top_p: float = 1.0
+    """Nucleus mass in (0, 1]; 1 keeps everything."""
+    top_k: int = 0
+    """Number of candidates kept; 0 keeps everything."""
+    min_p: float = 0.0
+    """Smallest probability kept, relative to the largest one."""
+    seed: int = 0
+    """Random draws depend on (seed, position) only, never on the batch."""
+    num_logprobs: int | None = None
+    """None: no log-probabilities; n: the chosen token's and the n largest (n may be 0)."""
+
+
+class ScheduledSequence(Message, frozen=True):
+    """One sequence's rows in a step: `token_ids` at positions `start_position ..`.
+
+    Everything a shard needs to know of the sequence is here; shards keep caches, not requests.
+    """
+
+    state_slot: int
+    """Index of the sequence's window rings and half-group state; owned by the scheduler."""
+    start_position: int
+    """Absolute position of the first token = number of tokens computed before."""
+    token_ids: list[int]
+    history: list[int]
+    """The true tokens just before `start_position`, oldest first: `min(3, start_position)` of them (Engram)."""
+    block_table: list[int]
+    """Physical block of each logical block of `block_size` tokens, covering all positions up to the last row."""
+    decoder_start: int = 0
+    """First position the decoder layers were evaluated at (bounded replay); earlier window rows do not exist."""
+    sampling: SamplingParams | None = None
+    """Sample one token from the last row's logits; None for a chunk in the middle of a prompt."""
+
+
+class StepInput(Message, frozen=True, tag=True):
+    """One step of the engine, the same for all shards."""
+
+    step_id: int
+    sequences: list[ScheduledSequence]
+
+
+class StopShards(Message, frozen=True, tag=True):
+    """Ends every shard's `run()`."""
+
+
+class TokenLogprob(Message, frozen=True):
+    """Natural log-probability of one token under the model's softmax at temperature 1."""
+
+    token_id: int
+    logprob: float
+
+
+class SampledToken(Message, frozen=True):
+    """One new token of a sequence."""
+
+    token_id: int
+    logprob: float | None = None
+    """Set when log-probabilities were asked for."""
+    top_logprobs: list[TokenLogprob] = []
+    """Largest first; ties by token id."""
+
+
+class SequenceOutput(Message, frozen=True):
+    """What a step gave one scheduled sequence: a token, nothing (mid-prompt), or an error of its own."""
+
+    token: SampledToken | None = None
+    error: str | None = None
+    """This sequence cannot go on (non-finite logits, an expert page that failed its checksum); others do."""
+
+
+class ExpertTraffic(Message, frozen=True):
+    """Expert pages read by one rank since the previous reply."""
+
+    num_hot: int = 0
+    """Page uses served from a resident slot."""
+    num_cold: int = 0
+    """Page uses served from the host pool, staged or direct."""
+    staged_bytes: int = 0
+    """Bytes copied from the pool into staging slots."""
+    stall_s: float = 0.0
+    """Time the computation waited for copies."""
+
+
+class StepOutput(Message, frozen=True, tag=True):
+    """Rank 0's reply to `StepInput`: `sequences[i]` answers `StepInput.sequences[i]`."""
+
+    step_id: int
+    sequences: list[SequenceOutput]
+    traffic: ExpertTraffic = ExpertTraffic()
+
+
+class ShardFailure(Message, frozen=True, tag=True):
+    """A rank cannot go on; the gang must be rebuilt."""
+
+    rank: int
+    step_id: int
+    error: str
+    """Exception with traceback."""
+
+
+class AddRequest(Message, frozen=True, tag=True):
+    """A request as the engine sees it: token ids in, token ids out."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    max_tokens: int
+    """Largest number of new tokens, at least 1."""
+    stop_token_ids: list[int] = []
+    """Generation ends when one of these is sampled; the token itself is reported."""
+    ignore_eos: bool = False
+
+
+class AbortRequest(Message, frozen=True, tag=True):
+    """The caller is gone: free what the request holds. Unknown ids are ignored."""
+
+    request_id: str
+
+
+class RequestError(Message, frozen=True):
+    """Why a request ended with `finish_reason == "error"`."""
+
+    kind: Literal["overloaded", "invalid", "internal"]
+    """`overloaded`: not admitted, try later; `invalid`: can never be served here; `internal`: failed while running."""
+    message: str
+    retry_after_s: float | None = None
+
+
+class RequestOutput(Message, frozen=True):
+    """News of one request: tokens since the last message, and the end when it came."""
+
+    request_id: str
+    tokens: list[SampledToken] = []
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The stop token that ended the request, when `finish_reason == "stop"`."""
+    error: RequestError | None = None
+
+
+class EngineStats(Message, frozen=True):
+    """A snapshot of the engine core, sent along with the outputs of a step."""
+
+    step_id: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    num_blocks: int = 0
+    num_generated_tokens: int = 0
+    """Since start."""
+    num_prompt_tokens: int = 0
+    """Computed since start."""
+    traffic: ExpertTraffic = ExpertTraffic()
+    """Summed since start."""
+
+
+class RequestOutputs(Message, frozen=True, tag=True):
+    """One message per step from the engine core to the Engine replica."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats
+
+
+class EngineDead(Message, frozen=True, tag=True):
+    """The engine core has lost its shards; every open request fails with this."""
+
+    error: str
+
+
+class ShardPlace(Message, frozen=True):
+    """Where a shard ended up, for logs and for choosing CUDA devices."""
+
+    rank: int
+    node_id: str
+    pid: int
+    device: str
+    """Torch device name: `cpu` or `cuda:N`."""
+
+
+class SharedSegment(Message, frozen=True):
+    """Anonymous shared memory (memfd) of another process, opened through `/proc/<pid>/fd/<fd>`."""
+
+    pid: int
+    fd: int
+    num_bytes: int
+
+
+class PoolRegion(Message, frozen=True):
+    """The part of the host pool that holds one rank's pages."""
+
+    segment: SharedSegment
+    page_bytes: int
+    num_pages: int
+    model_hash: str
+    """Identifies checkpoint and page layout; a shard refuses a region of another model."""
+
+
+RequestMessage = AddRequest | AbortRequest
+"""Engine replica to engine core."""
+CoreMessage = RequestOutputs | EngineDead
+"""Engine core to Engine replica."""
+StepMessage = StepInput | StopShards
+"""Engine core to shards."""
+ReplyMessage = StepOutput | ShardFailure
+"""Shard to engine core."""

@@ -1,0 +1,62 @@
+"""EngineConfig: the whole configuration, the `args:` of `serve_config.yaml`.
+
+Each part is defined beside the code that reads it; defaults live in these models only.
+"""
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from actors.config import ExpertCacheConfig, ShardConfig
+
+
+class SchedulerConfig(BaseModel):
+    """Batch limits, KV memory and admission."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    max_num_seqs: int = Field(default=16, ge=1)
+    """Sequences running at once; also the number of window-ring slots on every shard."""
+    max_num_batched_tokens: int = Field(default=256, ge=1)
+    """Rows of one step over all sequences; a longer prompt is prefilled in chunks."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prompt plus output, in tokens. Unset: the checkpoint's `max_position_embeddings`."""
+    block_size: int = Field(default=32, ge=2, multiple_of=2)
+    """Tokens per KV block."""
+    num_blocks: int | None = Field(default=None, ge=1)
+    """KV blocks on every shard. Unset: enough for `max_num_seqs` sequences of `max_model_len` tokens."""
+    max_waiting_requests: int = Field(default=256, ge=0)
+    """Requests that may wait for admission; more are refused at once with 429 and Retry-After."""
+
+
+class ApiConfig(BaseModel):
+    """HTTP ingress."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    model_name: str = Field(default="deepseek-v4.1-flash", min_length=1)
+    """Name that requests and `/v1/models` use."""
+    max_body_bytes: int = Field(default=8 * 2**20, ge=1024)
+    """Larger request bodies are refused with 413."""
+    max_ongoing_requests: int = Field(default=512, ge=1)
+    """Requests one ingress replica works on at once."""
+    num_replicas: int = Field(default=1, ge=1)
+    """Ingress replicas."""
+
+
+class EngineConfig(BaseModel):
+    """Everything a user may set; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    checkpoint: Path | None = None
+    """Folder of the checkpoint (config.json, tokenizer.json, safetensors shards and index). Unset: the embedded
+    tiny checkpoint, written once under the user cache directory."""
+    shard: ShardConfig = ShardConfig()
+    """GPU shards: number, layout, precision, resident pages."""
+    expert_cache: ExpertCacheConfig = ExpertCacheConfig()
+    """The host pool of expert pages."""
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """Batching, KV memory, admission."""
+    api: ApiConfig = ApiConfig()
+    """HTTP."""

@@ -1,0 +1,176 @@
+"""Quantisers and packing of the checkpoint's number formats, in plain torch.
+
+Source: `spec/model.md` section 0 (pow2ceil, Q8, Q4u, Q4n, e2m1_rne) and 2.2 (packing).
+Scales and codes are exact whatever the accumulation dtype: they are computed in FP32 from BF16-valued inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.formats import E2M1_MAGNITUDES, E2M1_MAX, E4M3_MAX, FP8_TILE, MXFP4_GROUP, NVFP4_GROUP, UE8M0_BIAS
+
+_FP8 = torch.float8_e4m3fn
+
+
+def pow2ceil(amax: Tensor, reciprocal_of: float) -> Tensor:
+    """Smallest power of two that is at least `amax / reciprocal_of`, by FP32 multiplication and its bits.
+
+    Args:
+        amax: any shape, positive; taken in FP32.
+        reciprocal_of: the format's largest value; its FP32-rounded reciprocal is the factor.
+    Returns: FP32 powers of two, same shape.
+    """
+    # float32(1 / 448) and float32(1 / 6) are part of the format: a division would round differently.
+    t = amax.to(torch.float32) * torch.tensor(1.0 / reciprocal_of, dtype=torch.float32, device=amax.device)
+    bits = t.view(torch.int32)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
+    return (exponent << 23).view(torch.float32)
+
+
+def encode_ue8m0(scale: Tensor) -> Tensor:
+    """Exponent bytes of FP32 powers of two: `[...]` float32 to `[...]` uint8."""
+    return (scale.view(torch.int32) >> 23).to(torch.uint8)
+
+
+def decode_ue8m0(code: Tensor) -> Tensor:
+    """FP32 values `2 ** (code - 127)` of exponent bytes; 255 is NaN, 0 is the FP32 subnormal `2 ** -127`."""
+    exponent = code.to(torch.int32)
+    bits = torch.where(exponent == 0, torch.full_like(exponent, 1 << 22), exponent << 23)
+    value = bits.view(torch.float32)
+    return torch.where(exponent == 255, torch.full_like(value, torch.nan), value)
+
+
+def encode_e2m1(x: Tensor) -> Tensor:
+    """Nearest e2m1 codes, ties to the even code, saturating at 6; the sign of zero is kept.
+
+    Args:
+        x: `[...]` float.
+    Returns: `[...]` uint8 in 0..15.
+    """
+    magnitude = x.abs()
+    code = torch.zeros_like(x, dtype=torch.uint8)
+    for lower in range(7):
+        middle = (E2M1_MAGNITUDES[lower] + E2M1_MAGNITUDES[lower + 1]) / 2
+        # A value on the midpoint goes to the even code: up to `lower + 1` only if that one is even.
+        above = magnitude >= middle if (lower + 1) % 2 == 0 else magnitude > middle
+        code = torch.where(above, torch.full_like(code, lower + 1), code)
+    return code | (torch.signbit(x).to(torch.uint8) << 3)
+
+
+def decode_e2m1(code: Tensor) -> Tensor:
+    """FP32 values of e2m1 codes 0..15: `[...]` uint8 to `[...]` float32."""
+    values = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float32, device=code.device)
+    magnitude = values[(code & 7).long()]
+    return torch.where(code >= 8, -magnitude, magnitude)
+
+
+def pack_nibbles(code: Tensor) -> Tensor:
+    """Two codes a byte, low nibble first: `[..., n]` uint8 in 0..15 to `[..., n // 2]` uint8."""
+    return code[..., 0::2] | (code[..., 1::2] << 4)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """Inverse of `pack_nibbles`: `[..., n // 2]` uint8 to `[..., n]` uint8."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def quantize_q8(x: Tensor) -> Tensor:
+    """Q8: round to FP8 e4m3 with a power-of-two scale per 32 columns, and back.
+
+    Args:
+        x: `[..., n]` bf16, `n` a multiple of 32.
+    Returns: `[..., n]` bf16; every value is exact.
+    """
+    groups = x.to(torch.float32).unflatten(-1, (-1, MXFP4_GROUP))
+    amax = groups.abs().amax(dim=-1, keepdim=True).clamp_min(1e-4)
+    scale = pow2ceil(amax, E4M3_MAX)
+    codes = (groups / scale).clamp(-E4M3_MAX, E4M3_MAX).to(_FP8)
+    return (codes.to(torch.float32) * scale).flatten(-2).to(torch.bfloat16)
+
+
+def quantize_q4u(x: Tensor) -> Tensor:
+    """Q4u: round to e2m1 with a ue8m0 scale per 32 columns, and back: `[..., n]` bf16 to `[..., n]` bf16, exact."""
+    codes, scale = encode_mxfp4(x.to(torch.float32))
+    return dequantize_mxfp4(codes, scale).to(torch.bfloat16)
+
+
+def quantize_q4n(x: Tensor) -> Tensor:
+    """Q4n: round to e2m1 with an e4m3 scale per 16 columns, and back: `[..., n]` bf16 to `[..., n]` bf16, exact."""
+    groups = x.to(torch.float32).unflatten(-1, (-1, NVFP4_GROUP))
+    amax = groups.abs().amax(dim=-1, keepdim=True).clamp_min(E2M1_MAX * 2.0**-9)
+    scale = (amax / E2M1_MAX).clamp_max(E4M3_MAX).to(_FP8).to(torch.float32)
+    codes = encode_e2m1((groups / scale).clamp(-E2M1_MAX, E2M1_MAX))
+    return (decode_e2m1(codes) * scale).flatten(-2).to(torch.bfloat16)
+
+
+def encode_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Q4u's codes and scales.
+
+    Args:
+        x: `[..., n]` float32, `n` a multiple of 32.
+    Returns: packed codes `[..., n // 2]` uint8 and scales `[..., n // 32]` uint8 (ue8m0).
+    """
+    groups = x.unflatten(-1, (-1, MXFP4_GROUP))
+    amax = groups.abs().amax(dim=-1, keepdim=True).clamp_min(E2M1_MAX * 2.0**-126)
+    scale = pow2ceil(amax, E2M1_MAX)
+    codes = encode_e2m1((groups / scale).clamp(-E2M1_MAX, E2M1_MAX)).flatten(-2)
+    return pack_nibbles(codes), encode_ue8m0(scale.squeeze(-1))
+
+
+def dequantize_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
+    """Values of an MXFP4 tensor.
+
+    Args:
+        codes: `[..., n // 2]` uint8, low nibble first.
+        scales: `[..., n // 32]` uint8 (ue8m0).
+    Returns: `[..., n]` float32, exact.
+    """
+    groups = decode_e2m1(unpack_nibbles(codes)).unflatten(-1, (-1, MXFP4_GROUP))
+    return (groups * decode_ue8m0(scales).unsqueeze(-1)).flatten(-2)
+
+
+def encode_fp8_tiles(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Dense FP8 weight with one scale per 32x32 tile.
+
+    Args:
+        w: `[out, in]` float32, both multiples of 32.
+    Returns: codes `[out, in]` float8_e4m3fn and scales `[out // 32, in // 32]` uint8 (ue8m0).
+    """
+    rows, columns = w.shape
+    tiles = w.reshape(rows // FP8_TILE, FP8_TILE, columns // FP8_TILE, FP8_TILE)
+    amax = tiles.abs().amax(dim=(1, 3), keepdim=True).clamp_min(1e-4)
+    scale = pow2ceil(amax, E4M3_MAX)
+    codes = (tiles / scale).clamp(-E4M3_MAX, E4M3_MAX).reshape(rows, columns).to(_FP8)
+    return codes, encode_ue8m0(scale[:, 0, :, 0])
+
+
+def dequantize_fp8_tiles(codes: Tensor, scales: Tensor) -> Tensor:
+    """Values of a dense FP8 weight: codes `[out, in]` float8_e4m3fn, scales `[out // 32, in // 32]` uint8 to
+    `[out, in]` float32, exact.
+    """
+    scale = decode_ue8m0(scales).repeat_interleave(FP8_TILE, dim=0).repeat_interleave(FP8_TILE, dim=1)
+    return codes.to(torch.float32) * scale
+
+
+def encode_fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """FP8 rows with a ue8m0 scale per 32 columns (Engram tables).
+
+    Args:
+        x: `[rows, n]` float32.
+    Returns: codes `[rows, n]` float8_e4m3fn and scales `[rows, n // 32]` uint8.
+    """
+    groups = x.unflatten(-1, (-1, MXFP4_GROUP))
+    scale = pow2ceil(groups.abs().amax(dim=-1, keepdim=True).clamp_min(1e-4), E4M3_MAX)
+    codes = (groups / scale).clamp(-E4M3_MAX, E4M3_MAX).flatten(-2).to(_FP8)
+    return codes, encode_ue8m0(scale.squeeze(-1))
+
+
+def dequantize_fp8_rows(codes: Tensor, scales: Tensor) -> Tensor:
+    """Inverse of `encode_fp8_rows`: `[..., n]` float8_e4m3fn and `[..., n // 32]` uint8 to `[..., n]` float32."""
+    groups = codes.to(torch.float32).unflatten(-1, (-1, MXFP4_GROUP))
+    return (groups * decode_ue8m0(scales).unsqueeze(-1)).flatten(-2)
+
+
+assert UE8M0_BIAS == 127, "decode_ue8m0 relies on the FP32 exponent bias"

@@ -1,0 +1,48 @@
+"""ExpertSource: where the MoE layer finds expert pages. The model knows addresses, never tiers.
+
+The actor layer implements it over resident slots, a staging ring and the host pool; tests use plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from kernels.formats import PageLayout
+
+
+class ExpertPageError(RuntimeError):
+    """A page that could not be read or whose checksum differs; fails the requests that need it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageGroup:
+    """Experts whose pages may be read now."""
+
+    experts: Sequence[int]
+    """Local expert indices, ascending."""
+    addresses: Tensor
+    """`[num_local_experts]` int64 on the compute device: byte address of each page; only those in `experts` count."""
+
+
+class ExpertSource(Protocol):
+    """Serves one rank's pages, layer by layer.
+
+    Protocol: `stream` is called once per MoE layer and forward, in layer order, and its iterator is exhausted
+    before the next call. A yielded group's pages hold exactly their experts' bytes until the next group is asked for
+    or the iterator ends; copies for later groups run meanwhile. Every needed expert appears in exactly one group,
+    and the concatenation of all groups ascends. `layer` counts draft stages after the backbone.
+    """
+
+    @property
+    def layout(self) -> PageLayout:
+        """Byte layout of every page."""
+
+    def stream(self, layer: int, experts: Sequence[int]) -> Iterator[PageGroup]:
+        """Yield the pages of `experts` (local indices, ascending) in as many groups as the slots need.
+
+        Raises: ExpertPageError if a page cannot be read or is corrupt.
+        """
