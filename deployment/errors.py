@@ -1,0 +1,101 @@
+"""Every exception of hotset that a caller may want to tell apart, with the HTTP status an `ApiError` answers.
+
+    HotsetError
+    ├── ApiError                        status  type                   code
+    │   ├── InvalidRequestError           400   invalid_request_error
+    │   │   └── ContextLengthError        400   invalid_request_error  context_length_exceeded
+    │   ├── ModelNotFoundError            404   invalid_request_error  model_not_found
+    │   ├── BodyTooLargeError             413   invalid_request_error  body_too_large
+    │   ├── OverloadedError               429   rate_limit_exceeded    (Retry-After)
+    │   ├── InternalError                 500   internal_error
+    │   └── EngineDeadError               503   internal_error         engine_dead (Retry-After)
+    └── ShardsLostError                 ends the engine core, which answers every open request
+
+An `ApiError` is what a client may read: its message names the field, the value, the limit and what to do.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class HotsetError(Exception):
+    """Base of all exceptions raised on purpose."""
+
+
+class ApiError(HotsetError):
+    """An error with an OpenAI-shaped body: `{"error": {"message", "type", "code", "param"}}`.
+
+    Attributes:
+        status: HTTP status.
+        error_type: OpenAI's `type`.
+        code: OpenAI's `code`, or None.
+        param: the field of the request that is at fault, or None.
+        message: one or two sentences for the client.
+        retry_after_s: seconds for a Retry-After header, or None.
+    """
+
+    status: ClassVar[int]
+    error_type: ClassVar[str]
+    code: ClassVar[str | None] = None
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequestError(ApiError):
+    """The request can never be served as it is."""
+
+    status = 400
+    error_type = "invalid_request_error"
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt, or prompt and output, longer than the context or the KV memory."""
+
+    code = "context_length_exceeded"
+
+
+class ModelNotFoundError(ApiError):
+    """The request names a model that is not served here."""
+
+    status = 404
+    error_type = "invalid_request_error"
+    code = "model_not_found"
+
+
+class BodyTooLargeError(ApiError):
+    """The request body exceeds `max_body_bytes`."""
+
+    status = 413
+    error_type = "invalid_request_error"
+    code = "body_too_large"
+
+
+class OverloadedError(ApiError):
+    """Too many requests wait already; the same request may succeed later."""
+
+    status = 429
+    error_type = "rate_limit_exceeded"
+
+
+class InternalError(ApiError):
+    """The request failed for a reason that is not the client's."""
+
+    status = 500
+    error_type = "internal_error"
+
+
+class EngineDeadError(ApiError):
+    """The engine has lost its shards and is being replaced."""
+
+    status = 503
+    error_type = "internal_error"
+    code = "engine_dead"
+
+
+class ShardsLostError(HotsetError):
+    """A shard died, failed or did not reply in time; the whole gang must be rebuilt."""
