@@ -1,12 +1,13 @@
 """Every message that crosses a process boundary, in one place; encoded with msgpack by `msgspec`.
 
 Three channels (design: "Processes"):
-- request channel, Engine replica <-> engine core: `AddRequest`, `AbortRequest` in; `RequestOutputs` back, one
-  message per step with the news of every request;
+- request channel, Engine replica <-> engine core: `AddRequest`, `AbortRequest`, `StopCore` in; back come
+  `RequestOutputs`, one message per step with the news of every request, or at last `EngineDead`;
 - step channel, engine core -> all shards by one broadcast ring: `StepInput` or `StopShards`;
 - reply channels, shard -> engine core: `StepOutput` from rank 0, `ShardFailure` from any rank.
 
-Field types are the plain ones msgpack has (`msgspec.Struct`, since it decodes unions of messages by tag and checks types on the way in). Token ids and block ids are lists of int.
+Field types are the plain ones msgpack has (`msgspec.Struct`, since it decodes unions of messages by tag and checks
+types on the way in). Token ids and block ids are lists of int.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ class ScheduledSequence(Message, frozen=True):
     """Absolute position of the first token = number of tokens computed before."""
     token_ids: list[int]
     history: list[int]
-    """The true tokens just before `start_position`, oldest first: `min(3, start_position)` of them (Engram)."""
+    """The true tokens just before `start_position`, oldest first: `min(3, start_position)` of them."""
     block_table: list[int]
-    """Physical block of each logical block of `block_size` tokens, covering all positions up to the last row."""
+    """Physical block of each logical block of `block_size` tokens, as many as cover the last row."""
     decoder_start: int = 0
-    """First position the decoder layers were evaluated at (bounded replay); earlier window rows do not exist."""
+    """First position that the decoder layers were evaluated at (bounded replay); they have no rows before it."""
     sampling: SamplingParams | None = None
     """Sample one token from the last row's logits; None for a chunk in the middle of a prompt."""
 
@@ -145,11 +146,15 @@ class AbortRequest(Message, frozen=True, tag=True):
     request_id: str
 
 
+class StopCore(Message, frozen=True, tag=True):
+    """Ends the engine core's loop; what is still open gets no more news."""
+
+
 class RequestError(Message, frozen=True):
     """Why a request ended with `finish_reason == "error"`."""
 
     kind: Literal["overloaded", "invalid", "internal"]
-    """`overloaded`: not admitted, try later; `invalid`: can never be served here; `internal`: failed while running."""
+    """`overloaded`: refused, try later; `invalid`: can never be served here; `internal`: failed while running."""
     message: str
     retry_after_s: float | None = None
 
@@ -176,7 +181,9 @@ class EngineStats(Message, frozen=True):
     num_generated_tokens: int = 0
     """Since start."""
     num_prompt_tokens: int = 0
-    """Computed since start."""
+    """Computed since start; a prompt computed again after a preemption counts again."""
+    num_preemptions: int = 0
+    """Since start."""
     traffic: ExpertTraffic = ExpertTraffic()
     """Summed since start."""
 
@@ -192,6 +199,15 @@ class EngineDead(Message, frozen=True, tag=True):
     """The engine core has lost its shards; every open request fails with this."""
 
     error: str
+
+
+class RequestChannel(Message, frozen=True):
+    """ZeroMQ addresses of the request channel; each end binds the one that it reads."""
+
+    requests: str
+    """Bound by the engine core, takes `RequestMessage`."""
+    outputs: str
+    """Bound by the Engine replica, takes `CoreMessage`."""
 
 
 class ShardPlace(Message, frozen=True):
@@ -222,7 +238,7 @@ class PoolRegion(Message, frozen=True):
     """Identifies checkpoint and page layout; a shard refuses a region of another model."""
 
 
-RequestMessage = AddRequest | AbortRequest
+RequestMessage = AddRequest | AbortRequest | StopCore
 """Engine replica to engine core."""
 CoreMessage = RequestOutputs | EngineDead
 """Engine core to Engine replica."""
