@@ -6,8 +6,8 @@ Three channels (design: "Processes"):
 - step channel, engine core -> all shards by one broadcast ring: `StepInput` or `StopShards`;
 - reply channels, shard -> engine core: `StepOutput` from rank 0, `ShardFailure` from any rank.
 
-Field types are the plain ones msgpack has (`msgspec.Struct`, since it decodes unions of messages by tag and checks
-types on the way in). Token ids and block ids are lists of int.
+Field types are the plain ones msgpack has (`msgspec.Struct`, since it decodes unions of messages by tag and
+checks types on the way in). Token ids and block ids are lists of int.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ScheduledSequence(Message, frozen=True):
     block_table: list[int]
     """Physical block of each logical block of `block_size` tokens, as many as cover the last row."""
     decoder_start: int = 0
-    """First position that the decoder layers were evaluated at (bounded replay); they have no rows before it."""
+    """First position that the decoder layers were evaluated at; earlier rows of theirs do not exist."""
     sampling: SamplingParams | None = None
     """Sample one token from the last row's logits; None for a chunk in the middle of a prompt."""
 
@@ -154,7 +154,7 @@ class RequestError(Message, frozen=True):
     """Why a request ended with `finish_reason == "error"`."""
 
     kind: Literal["overloaded", "invalid", "internal"]
-    """`overloaded`: refused, try later; `invalid`: can never be served here; `internal`: failed while running."""
+    """`overloaded`: try later; `invalid`: can never be served here; `internal`: failed while running."""
     message: str
     retry_after_s: float | None = None
 
