@@ -9,7 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.formats import E2M1_MAGNITUDES, E2M1_MAX, E4M3_MAX, FP8_TILE, MXFP4_GROUP, NVFP4_GROUP, UE8M0_BIAS
+from kernels.formats import (
+    E2M1_MAGNITUDES,
+    E2M1_MAX,
+    E4M3_MAX,
+    FP8_TILE,
+    MXFP4_GROUP,
+    NVFP4_GROUP,
+    UE8M0_BIAS,
+)
 
 _FP8 = torch.float8_e4m3fn
 

@@ -1,0 +1,82 @@
+"""KV caches of one shard: compressed entries, index keys, window rings and half-group state.
+
+Values are stored as the model rounds them (`spec/model.md` section 10), so reading them back is exact. Blocks belong to
+sequences through block tables that the scheduler owns; rings belong to state slots. Nothing here is ever cleared: what a
+sequence may read follows from positions alone, so a slot or block needs no preparation for its next owner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGeometry:
+    """Sizes of the caches, equal on all ranks."""
+
+    num_slots: int
+    """Sequences that can be running at once."""
+    num_blocks: int
+    """KV blocks, shared by all sequences."""
+    block_size: int
+    """Tokens per block; even, so that ratio-2 groups never straddle blocks."""
+
+    def entries_per_block(self, ratio: int) -> int:
+        """Compressed entries of one block at a compression ratio of 1 or 2."""
+        return self.block_size // ratio
+
+
+def window_ring_size(config: ModelConfig) -> int:
+    """Rows of a window ring: the window, and the rows of one verify that may be rejected and overwritten."""
+    return config.sliding_window + config.dspark_block_size + 1
+
+
+def half_ring_size(config: ModelConfig) -> int:
+    """Tokens whose compressor inputs are kept so that a rejected verify can resume inside a group."""
+    return config.dspark_block_size + 2
+
+
+class KvCaches:
+    """All cache tensors of one rank (one KV head: every rank holds the same).
+
+    Attributes:
+        windows: `[num_layers_with_drafts, num_slots * window_ring_size, head_dim]` bf16; position `p` of slot `s` lies
+            in row `s * ring + p % ring`.
+        entries: per KV source layer, `[num_blocks * entries_per_block, head_dim]` bf16.
+        index_keys: per KV source layer, `[num_blocks * entries_per_block, index_head_dim]` bf16.
+        halves: per ratio-2 source layer, `[num_slots * half_ring_size, 2, head_dim]` in the accumulation type: the
+            compressor's value and gate of the last tokens.
+    """
+
+    def __init__(
+        self, config: ModelConfig, geometry: CacheGeometry, accumulate: torch.dtype, device: torch.device
+    ) -> None:
+        self.geometry = geometry
+        rows = geometry.num_slots * window_ring_size(config)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self.windows = zeros(config.num_layers_with_drafts, rows, config.head_dim)
+        self.entries: dict[int, Tensor] = {}
+        self.index_keys: dict[int, Tensor] = {}
+        self.halves: dict[int, Tensor] = {}
+        for layer in config.kv_source_layer_ids:
+            ratio = config.compress_ratios[layer]
+            num_entries = geometry.num_blocks * geometry.entries_per_block(ratio)
+            self.entries[layer] = zeros(num_entries, config.head_dim)
+            self.index_keys[layer] = zeros(num_entries, config.index_head_dim)
+            if ratio == 2:
+                num_halves = geometry.num_slots * half_ring_size(config)
+                self.halves[layer] = zeros(num_halves, 2, config.head_dim, dtype=accumulate)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all caches."""
+        caches = [self.windows, *self.entries.values(), *self.index_keys.values(), *self.halves.values()]
+        return sum(cache.numel() * cache.element_size() for cache in caches)

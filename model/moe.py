@@ -1,0 +1,108 @@
+"""Mixture of experts: router, routed experts from pages, shared expert. Source: `spec/model.md` section 6."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.reference.experts import expert_mlp, swiglu
+from kernels.reference.linear import linear, linear_bf16
+from kernels.reference.quantize import quantize_q8
+from kernels.reference.router import route
+from model.attention import Probe
+from model.config import ModelConfig
+from model.expert_source import ExpertSource
+from model.numerics import Numerics
+from model.parallel import Collectives, ParallelLayout
+from model.weights import MoeWeights
+
+
+class MixtureOfExperts:
+    """The MoE of all layers of one rank."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layout: ParallelLayout,
+        experts: ExpertSource,
+        collectives: Collectives,
+        numerics: Numerics,
+        probe: Probe,
+    ) -> None:
+        self._config = config
+        self._layout = layout
+        self._experts = experts
+        self._collectives = collectives
+        self._numerics = numerics
+        self._probe = probe
+
+    def forward(self, layer: int, weights: MoeWeights, x: Tensor) -> Tensor:
+        """Routed experts plus shared expert.
+
+        Args:
+            layer: layer id, draft stages after the backbone.
+            weights: router and shared expert.
+            x: `[num_tokens, hidden]` bf16, normalised.
+        Returns: `[num_tokens, hidden]` bf16, complete on every rank.
+        Raises: ExpertPageError if a needed page cannot be read.
+        """
+        config, accumulate = self._config, self._numerics.accumulate
+        topk_idx, topk_weights = route(
+            x, weights.gate, weights.bias, config.num_topk_of(layer), config.routed_scaling_factor, accumulate
+        )
+        self._probe(layer, "topk_idx", topk_idx)
+        self._probe(layer, "topk_weights", topk_weights)
+        routed = self._routed(layer, x, topk_idx, topk_weights)
+        shared = self._shared(weights, x)
+        return self._combine(routed, shared)
+
+    def _routed(self, layer: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+        """This rank's part of every chosen expert's output: `[num_tokens, num_topk, hidden]`, accumulation type."""
+        local = self._layout.local_experts(self._config.num_experts_of(layer))
+        chosen = torch.unique(topk_idx).tolist()
+        needed = [expert - local.start for expert in chosen if expert in local]
+        out = topk_weights.new_zeros(*topk_idx.shape, x.shape[1])
+        for group in self._experts.stream(layer, needed):
+            expert_mlp(
+                x,
+                topk_idx,
+                topk_weights,
+                group.addresses,
+                group.experts,
+                local.start,
+                self._experts.layout,
+                out,
+                limit=self._config.swiglu_limit,
+                quantize_activations=self._numerics.quantize_expert_activations,
+            )
+        return out
+
+    def _shared(self, weights: MoeWeights, x: Tensor) -> Tensor:
+        """This rank's part of the shared expert's output: `[num_tokens, hidden]`, accumulation type."""
+        accumulate = self._numerics.accumulate
+        quantized = quantize_q8(x)
+        gate = linear_bf16(quantized, weights.shared_w1, accumulate)
+        up = linear_bf16(quantized, weights.shared_w3, accumulate)
+        h = swiglu(gate, up, self._config.swiglu_limit, accumulate).to(torch.bfloat16)
+        return linear(quantize_q8(h), weights.shared_w2, accumulate)
+
+    def _combine(self, routed: Tensor, shared: Tensor) -> Tensor:
+        """Sum over choices in ascending expert order, shared expert last, rounded once.
+
+        With the reference's rounding each expert's complete output is BF16 before the sum, so the ranks' parts of every
+        single output are added first; otherwise each rank sums what it has and one vector per token crosses ranks.
+        """
+        if self._numerics.quantize_expert_activations:
+            parts = torch.cat((routed, shared.unsqueeze(1)), dim=1)
+            complete = self._collectives.all_reduce(parts).to(torch.bfloat16).to(parts.dtype)
+            return _sum_in_order(complete).to(torch.bfloat16)
+        partial = _sum_in_order(routed) + shared
+        return self._collectives.all_reduce(partial).to(torch.bfloat16)
+
+
+def _sum_in_order(parts: Tensor) -> Tensor:
+    """Left-to-right sum over axis 1: `[num_tokens, n, hidden]` to `[num_tokens, hidden]`."""
+    total = parts[:, 0]
+    for part in parts.unbind(1)[1:]:
+        total = total + part
+    return total
