@@ -9,6 +9,7 @@
     │   ├── OverloadedError               429   rate_limit_exceeded    (Retry-After)
     │   ├── InternalError                 500   internal_error
     │   └── EngineDeadError               503   internal_error         engine_dead (Retry-After)
+    ├── SettingsError                   the engine does not start
     └── ShardsLostError                 ends the engine core, which answers every open request
 
 An `ApiError` is what a client may read: its message names the field, the value, the limit and what to do.
@@ -95,6 +96,10 @@ class EngineDeadError(ApiError):
     status = 503
     error_type = "internal_error"
     code = "engine_dead"
+
+
+class SettingsError(HotsetError):
+    """Settings that contradict each other, the checkpoint or the machine."""
 
 
 class ShardsLostError(HotsetError):
