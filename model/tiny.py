@@ -113,12 +113,15 @@ _VARIANT_CHANGES: dict[Variant, dict[str, Any]] = {
     },
     # A second ratio-1 KV source.
     "B": {"kv_source_layer_ids": [2, 4, 6, 9], "index_source_layer_ids": [2, 4, 6, 8, 9, 10]},
-    # Everything that is cut over ranks can be cut into eight parts of whole heads, groups, experts and tiles.
+    # Everything that is cut over ranks can be cut into eight parts of whole heads, groups, experts, tiles and
+    # Engram look-up columns.
     "wide": {
         "num_attention_heads": 8,
         "o_groups": 8,
         "index_n_heads": 8,
         "moe_intermediate_size": 256,
+        "engram_n_heads": 8,
+        "engram_num_embeddings": [3828, 7078],
         "dspark_n_routed_experts": 8,
     },
 }

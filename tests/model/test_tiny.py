@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.reference.quantize import dequantize_fp8_rows, dequantize_fp8_tiles, dequantize_mxfp4
 from model.config import CheckpointConfig
+from model.engram_map import EngramHash
 from model.inventory import expected_tensors
 from model.parallel import ParallelLayout
 from model.tiny import Variant, cached_tiny_checkpoint, main, tiny_config, write_tiny_checkpoint
@@ -111,6 +112,7 @@ def test_wide_variant_can_be_cut_over_eight_ranks(ep_size: int) -> None:
     config = CheckpointConfig.model_validate(tiny_config("wide")).text_config
     for rank in range(8):
         ParallelLayout(rank, 8, ep_size).check(config)
+    assert EngramHash.from_config(config).num_columns % 8 == 0
 
 
 def test_another_seed_gives_other_values_of_the_same_distribution() -> None:
