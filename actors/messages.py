@@ -228,6 +228,15 @@ class SharedSegment(Message, frozen=True):
     num_bytes: int
 
 
+class RingHandle(Message, frozen=True):
+    """A shared-memory ring, for those who attach to it."""
+
+    segment: SharedSegment
+    num_readers: int
+    num_slots: int
+    slot_bytes: int
+
+
 class PoolRegion(Message, frozen=True):
     """The part of the host pool that holds one rank's pages."""
 

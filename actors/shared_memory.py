@@ -1,0 +1,86 @@
+"""SharedMapping: anonymous shared memory that lives exactly as long as the processes that map it.
+
+A memfd has no name in any file system, so nothing is left behind however its users end; other processes of
+the same user open it through `/proc/<pid>/fd/<fd>` of the process that made it, and keep it when that
+process dies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+from actors.messages import SharedSegment
+
+_FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class AttachError(RuntimeError):
+    """Another process's memory cannot be mapped: the process is gone, or this is other memory."""
+
+
+class SharedMapping:
+    """One memfd, mapped into this process.
+
+    The maker calls `create` and sends `segment`; the others call `attach`. The size never changes (it is
+    sealed), so an access inside `memory` cannot fault because another process truncated it.
+
+    `close` ends new attachments. The mapping itself ends with the last view of `memory`, never under one.
+    """
+
+    def __init__(self, memory: mmap.mmap, segment: SharedSegment, owned_fd: int | None) -> None:
+        self.memory = memory
+        self.segment = segment
+        self._owned_fd = owned_fd
+
+    @classmethod
+    def create(cls, name: str, num_bytes: int) -> SharedMapping:
+        """Make zeroed memory of `num_bytes`; `name` only shows in `/proc/<pid>/maps`.
+
+        Pages are allocated now, so that a lack of memory is an OSError here and not a SIGBUS at first use.
+        """
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, num_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FIXED_SIZE)
+            memory = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(memory, SharedSegment(pid=os.getpid(), fd=fd, num_bytes=num_bytes), fd)
+
+    @classmethod
+    def attach(cls, segment: SharedSegment, *, writable: bool) -> SharedMapping:
+        """Map the memory that another process made.
+
+        Raises: AttachError if it is gone or has another size.
+        """
+        path = f"/proc/{segment.pid}/fd/{segment.fd}"
+        try:
+            fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        except OSError as error:
+            raise AttachError(f"{path}: cannot open shared memory ({error.strerror})") from error
+        try:
+            size = os.fstat(fd).st_size
+            if size != segment.num_bytes or not _is_sealed(fd):
+                raise AttachError(
+                    f"{path}: {size} bytes of other memory, expected {segment.num_bytes} sealed bytes"
+                )
+            protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+            return cls(mmap.mmap(fd, size, mmap.MAP_SHARED, protection), segment, None)
+        finally:
+            os.close(fd)  # the mapping keeps the memory
+
+    def close(self) -> None:
+        """Stop others from attaching; safe to call twice."""
+        if self._owned_fd is not None:
+            os.close(self._owned_fd)
+            self._owned_fd = None
+
+
+def _is_sealed(fd: int) -> bool:
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _FIXED_SIZE == _FIXED_SIZE
+    except OSError:  # not a memfd
+        return False
