@@ -74,13 +74,20 @@ class ShardFile:
             self.header = _read_header(path, num_bytes)
         except OSError as error:
             raise CheckpointError(path, f"cannot be read ({error.strerror})") from error
-        data_start = _LENGTH_BYTES + len(self.header)
-        self.tensors = _parse_header(path, self.header, data_start)
-        _check_extents(path, self.tensors, data_start, num_bytes)
+        self._data_start = _LENGTH_BYTES + len(self.header)
+        self.tensors = _parse_header(path, self.header, self._data_start)
+        _check_extents(path, self.tensors, self._data_start, num_bytes)
 
-    def map(self) -> npt.NDArray[np.uint8]:
-        """All bytes of the file, read-only and mapped: a page is read when it is first touched."""
-        return np.memmap(self.path, dtype=np.uint8, mode="r").view(np.ndarray)
+    def read_first_data(self, num_bytes: int) -> bytes:
+        """The first bytes behind the header, fewer if there are no more."""
+        with self.path.open("rb") as file:
+            file.seek(self._data_start)
+            return file.read(num_bytes)
+
+
+def map_file(path: Path) -> npt.NDArray[np.uint8]:
+    """All bytes of a file that is not empty, read-only; a page is read when it is first touched."""
+    return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
 
 
 def _read_header(path: Path, num_bytes: int) -> bytes:
