@@ -7,10 +7,6 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
-# Ray: no token for a cluster that only this machine can reach, and no usage statistics.
-export RAY_AUTH_MODE ?= disabled
-export RAY_USAGE_STATS_ENABLED ?= 0
-
 CONFIG ?= serve_config.yaml
 ARGS ?=
 
@@ -20,7 +16,7 @@ ARGS ?=
 
 run: install  ## serve on 127.0.0.1:8000 (the embedded checkpoint on CPU unless CONFIG says otherwise)
 	@$(BIN)/python -m model.tiny --cache
-	@exec $(BIN)/serve run $(CONFIG)
+	@exec $(BIN)/python -m deployment.launch $(CONFIG)
 
 test: install-dev  ## everything that needs neither a GPU nor patience; what CI runs
 	$(BIN)/pytest -m "not gpu and not slow" $(ARGS)

@@ -5,8 +5,12 @@ import os
 # Read by torch when it is first imported, here and in every process that a test starts: with one thread a sum
 # has one order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+# Read by Ray when it is first imported.
+from deployment.launch import LOCAL_ENVIRONMENT
+
+for name, value in LOCAL_ENVIRONMENT.items():
+    os.environ.setdefault(name, value)
 
 import pytest
 import ray
