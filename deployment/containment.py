@@ -3,7 +3,7 @@
 Ray 2.60 has no setting for either of these:
 
 - A replica opens a gRPC server for requests from other replicas, and opens it on every interface, also in a
-  cluster whose node has the loopback address and whose other servers all listen there. It trusts every caller.
+  cluster whose node has the loopback address and whose other servers all listen there. It trusts any caller.
 - A raylet that is killed, which happens when the process that started the cluster is, leaves its two agents.
   Each tries for 60 s to report the death to a control store that was killed in the same moment.
 """
