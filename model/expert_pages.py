@@ -1,0 +1,70 @@
+"""Expert pages: one rank's share of an expert, cut out of the checkpoint. Source: `spec/model.md` section 2."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from kernels.formats import MXFP4_GROUP, PageLayout
+from model.config import ModelConfig
+from model.parallel import ParallelLayout
+
+
+class TensorReader(Protocol):
+    """What pages are read from: `model.checkpoint.Checkpoint`."""
+
+    def read_into(
+        self, out: Tensor, name: str, rows: slice | None = None, columns: slice | None = None
+    ) -> None:
+        """Copy a part of a tensor to `out`; `columns` counts stored elements."""
+
+
+def page_layout(config: ModelConfig, parallel: ParallelLayout) -> PageLayout:
+    """Layout of every page of a rank, backbone and drafts."""
+    inter = parallel.expert_slice(config.moe_intermediate_size)
+    return PageLayout(config.hidden_size, inter.stop - inter.start)
+
+
+def local_experts_per_layer(config: ModelConfig, parallel: ParallelLayout) -> tuple[int, ...]:
+    """How many experts, whole or sliced, a rank holds of each layer; drafts after the backbone."""
+    return tuple(
+        len(parallel.local_experts(config.num_experts_of(layer)))
+        for layer in range(config.num_layers_with_drafts)
+    )
+
+
+def fill_page(
+    out: Tensor, tensors: TensorReader, config: ModelConfig, parallel: ParallelLayout, layer: int, expert: int
+) -> None:
+    """Copy a rank's share of one expert from the checkpoint to a page.
+
+    Args:
+        out: `[page_layout(config, parallel).num_bytes]` uint8, contiguous, on the CPU.
+        tensors: the checkpoint.
+        config: its dimensions.
+        parallel: which share.
+        layer: layer id, draft stages after the backbone.
+        expert: local index.
+    Raises: CheckpointError if a scale is NaN or a file cannot be read.
+    """
+    layout = page_layout(config, parallel)
+    expert_id = parallel.local_experts(config.num_experts_of(layer))[expert]
+    name = f"{config.layer_names[layer]}.ffn.experts.{expert_id}"
+    inter = parallel.expert_slice(config.moe_intermediate_size)
+    for weight, codes, scales in (
+        ("w1", layout.gate_codes, layout.gate_scales),
+        ("w3", layout.up_codes, layout.up_scales),
+    ):
+        tensors.read_into(
+            out[codes].view(layout.intermediate_size, -1), f"{name}.{weight}.weight", rows=inter
+        )
+        tensors.read_into(
+            out[scales].view(layout.intermediate_size, -1), f"{name}.{weight}.scale", rows=inter
+        )
+    down_codes, down_scales = (
+        out[part].view(layout.hidden_size, -1) for part in (layout.down_codes, layout.down_scales)
+    )
+    tensors.read_into(down_codes, f"{name}.w2.weight", columns=slice(inter.start // 2, inter.stop // 2))
+    groups = slice(inter.start // MXFP4_GROUP, inter.stop // MXFP4_GROUP)
+    tensors.read_into(down_scales, f"{name}.w2.scale", columns=groups)
