@@ -6,18 +6,18 @@ Source: `spec/model.md` section 2.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.formats import UE8M0_NAN
 from model.checkpoint_layout import CheckpointLayout, verify_layout
 from model.config import CheckpointConfig
 from model.inventory import StoredDtype, TensorSpec
 from model.shard_file import CheckpointError, map_file
+from model.value_check import find_bad_value
 
 TORCH_DTYPES: Final = {
     StoredDtype.F8_E4M3: torch.float8_e4m3fn,
@@ -85,7 +85,7 @@ class Checkpoint:
         return self._layout.sources[name].stored.spec
 
     def location(self, name: str) -> TensorLocation:
-        """File, first byte and size of a tensor. Bytes read there are not checked: see `check_values`."""
+        """File, first byte and size of a tensor. Who reads there checks the values: `find_bad_value`."""
         source = self._layout.sources[name]
         return TensorLocation(source.path, source.stored.offset, source.stored.spec.num_bytes)
 
@@ -125,11 +125,11 @@ class Checkpoint:
         assert out.is_contiguous(), f"{name}: {out.stride()=}"
         copied = out.view(torch.uint8).numpy()
         np.copyto(copied, self._stored_bytes(name)[_byte_index(part, spec.dtype.num_bytes)])
-        bad = _first_bad_value(copied.reshape(-1), spec.dtype)
+        bad = find_bad_value(copied.reshape(-1), spec.dtype)
         if bad is not None:
-            element = [axis[int(i)] for axis, i in zip(part, np.unravel_index(bad, shape), strict=True)]
-            path, meaning = self.location(name).path, _BAD_VALUES[spec.dtype].meaning
-            raise CheckpointError(path, f"element {element} is {meaning}", name)
+            within_part = np.unravel_index(bad.index, shape)
+            element = [axis[int(i)] for axis, i in zip(part, within_part, strict=True)]
+            raise CheckpointError(self.location(name).path, f"element {element} is {bad.meaning}", name)
 
     def _stored_bytes(self, name: str) -> npt.NDArray[np.uint8]:
         """The tensor's bytes, mapped: its shape with the last axis in bytes."""
@@ -161,40 +161,3 @@ def _byte_index(part: tuple[range, ...], element_bytes: int) -> tuple[slice, ...
     *outer, last = part
     in_bytes = slice(last.start * element_bytes, last.stop * element_bytes)
     return (*(slice(axis.start, axis.stop) for axis in outer), in_bytes)
-
-
-class _BadValues(NamedTuple):
-    """Bit patterns that no weight may have: those from `first` on, once the sign has been shifted out."""
-
-    word: type[np.unsignedinteger[Any]]
-    has_sign: bool
-    first: int
-    meaning: str
-
-
-_BAD_VALUES: Final = {
-    StoredDtype.F8_E8M0: _BadValues(np.uint8, False, UE8M0_NAN, "the ue8m0 code of NaN"),
-    StoredDtype.F8_E4M3: _BadValues(np.uint8, True, 0x7F << 1, "NaN"),
-    StoredDtype.BF16: _BadValues(np.uint16, True, 0x7F80 << 1, "not finite"),
-    StoredDtype.F32: _BadValues(np.uint32, True, 0x7F800000 << 1, "not finite"),
-}
-"""Formats that have such patterns: all but e2m1."""
-_CHECK_WORDS = 1 << 18
-"""Checked at a time: the scratch copy stays in the CPU's cache, and small beside a table of 100 GB."""
-
-
-def _first_bad_value(stored: npt.NDArray[np.uint8], dtype: StoredDtype) -> int | None:
-    """Index of the first element of `stored` that is NaN or infinite."""
-    if dtype not in _BAD_VALUES:
-        return None
-    word, has_sign, first, _ = _BAD_VALUES[dtype]
-    words = stored.view(word)
-    for start in range(0, len(words), _CHECK_WORDS):
-        magnitudes = words[start : start + _CHECK_WORDS]
-        if has_sign:
-            magnitudes = (
-                magnitudes + magnitudes
-            )  # shifts left; NumPy's own shift of bytes is ten times slower
-        if magnitudes.max() >= first:
-            return start + int(np.argmax(magnitudes >= first))
-    return None
