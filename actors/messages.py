@@ -237,14 +237,26 @@ class RingHandle(Message, frozen=True):
     slot_bytes: int
 
 
+class PoolContents(Message, frozen=True):
+    """What a region of the host pool holds; written into the region itself as well."""
+
+    model_hash: str
+    """Identifies the checkpoint."""
+    rank: int
+    world_size: int
+    ep_size: int
+    hidden_size: int
+    intermediate_size: int
+    """Width of the rank's slice of every expert."""
+    experts_per_layer: tuple[int, ...]
+    """Local experts of each layer, drafts after the backbone."""
+
+
 class PoolRegion(Message, frozen=True):
     """The part of the host pool that holds one rank's pages."""
 
     segment: SharedSegment
-    page_bytes: int
-    num_pages: int
-    model_hash: str
-    """Identifies checkpoint and page layout; a shard refuses a region of another model."""
+    contents: PoolContents
 
 
 RequestMessage = AddRequest | AbortRequest | StopCore

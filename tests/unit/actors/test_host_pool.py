@@ -1,0 +1,111 @@
+import gc
+import multiprocessing
+import os
+import signal
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from actors.host_pool import HostPool, MappedPool
+from actors.messages import PoolRegion
+from actors.shared_memory import AttachError
+from model.expert_source import ExpertPageError
+from tests.unit.actors.builders import create_contents, create_pool, map_pool
+
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+def test_a_shard_sees_exactly_the_pages_that_were_filled():
+    pool = create_pool(create_contents((3, 2, 4)))
+    mapped = map_pool(pool)
+    assert mapped.directory.num_pages == 9
+    for page in range(9):
+        assert torch.equal(mapped.read(page), pool.page(page))
+    assert mapped.pages.data_ptr() % 4096 == 0
+
+
+def test_a_region_has_no_name_and_is_just_as_large_as_its_pages():
+    pool = create_pool(create_contents((5,)))
+    assert pool.region.segment.num_bytes == 2 * 4096 + 5 * pool.layout.num_bytes
+    assert not [name for name in os.listdir("/dev/shm") if "hotset" in name]
+
+
+def test_a_page_that_changed_after_its_checksum_is_an_error_that_names_layer_and_expert():
+    pool = create_pool(create_contents((3, 2), rank=3, world_size=4, ep_size=2))
+    pool.page(4)[100] ^= 1
+    mapped = map_pool(pool)
+    assert torch.equal(mapped.read(3), pool.page(3))
+    for _ in range(2):  # a failed read does not count as the first
+        with pytest.raises(ExpertPageError, match="layer 1, expert 3: rank 3"):
+            mapped.read(4)
+
+
+def test_without_verification_a_changed_page_is_read_as_it_is():
+    pool = create_pool(create_contents())
+    pool.page(0)[0] ^= 1
+    assert torch.equal(map_pool(pool, verify_checksums=False).read(0), pool.page(0))
+
+
+@pytest.mark.parametrize("change", [{"model_hash": "other"}, {"rank": 1}, {"experts_per_layer": (2, 3)}])
+def test_a_region_of_another_model_or_rank_is_refused(change):
+    pool = create_pool(create_contents())
+    expected = msgspec.structs.replace(pool.region.contents, **change)
+    with pytest.raises(AttachError, match="this shard needs"):
+        MappedPool(pool.region, expected)
+
+
+def test_a_region_of_another_size_is_refused():
+    pool = create_pool(create_contents())
+    with pytest.raises(AttachError, match="bytes"):
+        MappedPool(pool.region, create_contents((3, 3)))
+
+
+def test_a_region_that_is_not_complete_is_refused():
+    pool = HostPool(create_contents())
+    with pytest.raises(AttachError, match="not filled"):
+        map_pool(pool)
+
+
+def test_other_memory_is_refused():
+    pool = create_pool(create_contents())
+    with Path("/proc/self/status").open() as other:
+        segment = msgspec.structs.replace(pool.region.segment, fd=other.fileno())
+        with pytest.raises(AttachError, match="sealed"):
+            MappedPool(PoolRegion(segment=segment, contents=pool.region.contents), pool.region.contents)
+
+
+def _own_a_pool(connection: Connection) -> None:
+    pool = create_pool(create_contents(), seed=7)
+    connection.send(pool.region)
+    connection.recv()
+
+
+def test_the_mapping_outlives_the_owner_and_nothing_outlives_the_mapping():
+    ours, theirs = _SPAWN.Pipe()
+    process = _SPAWN.Process(target=_own_a_pool, args=(theirs,))
+    process.start()
+    region = ours.recv()
+    mapped = MappedPool(region, region.contents)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(20)
+    expected = create_pool(create_contents(), seed=7)
+    for page in range(mapped.directory.num_pages):
+        assert torch.equal(mapped.read(page), expected.page(page))
+    with pytest.raises(AttachError, match="shared memory"):
+        MappedPool(region, region.contents)
+    del mapped, expected
+    gc.collect()
+    assert "hotset-pool" not in Path("/proc/self/maps").read_text()
+
+
+def test_a_view_of_a_page_keeps_the_memory_mapped():
+    pool = create_pool(create_contents())
+    page, expected = map_pool(pool).read(0), pool.page(0).clone()
+    pool.close()
+    del pool
+    gc.collect()
+    assert torch.equal(page, expected)
