@@ -1,4 +1,4 @@
-"""Expert pages: one rank's share of an expert, cut out of the checkpoint. Source: `spec/model.md` section 2."""
+"""Expert pages: a rank's share of an expert, cut out of the checkpoint. Source: `spec/model.md` section 2."""
 
 from __future__ import annotations
 
