@@ -126,7 +126,8 @@ def _load_index(path: Path) -> dict[str, str]:
         raise CheckpointError(path, f"cannot be read ({error.strerror})") from error
     except (msgspec.MsgspecError, RecursionError) as error:
         raise CheckpointError(path, f"is no safetensors index ({error})") from error
-    for tensor, file_name in weight_map.items():
+    some_tensor_of = {file_name: tensor for tensor, file_name in weight_map.items()}
+    for file_name, tensor in some_tensor_of.items():
         if Path(file_name).name != file_name:
             raise CheckpointError(path, f"lies in {file_name!r}, which is no file of this folder", tensor)
     return weight_map
