@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from model.config import CheckpointConfig
+from model.engram_map import TOKEN_MAP_FILE
 from model.inventory import StoredDtype, TensorSpec, expected_tensors
 from model.tiny_tokenizer import write_tokenizer
 from model.tiny_weights import make_tensors
@@ -167,7 +168,7 @@ def write_tiny_checkpoint(directory: Path, variant: Variant = "A", seed: int = 0
     (directory / "config.json").write_text(json.dumps(raw_config, indent=1), encoding="utf-8")
     write_tokenizer(directory, text.vocab_size, text.max_position_embeddings)
     # Stands in for the release's map, which follows from its tokenizer: two neighbouring ids share an entry.
-    np.save(directory / "engram_token_map.npy", np.arange(text.vocab_size, dtype=np.int32) // 2)
+    np.save(directory / TOKEN_MAP_FILE, np.arange(text.vocab_size, dtype=np.int32) // 2)
     _write_shards(directory, expected_tensors(config), variant, seed)
 
 
