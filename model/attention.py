@@ -5,7 +5,6 @@ Source: `spec/model.md` section 4.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -23,10 +22,8 @@ from model.config import ModelConfig
 from model.kv_cache import KvCaches
 from model.numerics import Numerics
 from model.parallel import Collectives
+from model.probe import Probe
 from model.weights import AttentionWeights, CompressorWeights, IndexerWeights
-
-Probe = Callable[[int, str, Tensor], None]
-"""Sees intermediate values as (layer, name, tensor); tests compare them with golden numbers."""
 
 
 @dataclass(slots=True)
@@ -126,6 +123,7 @@ class Attention:
         layer: int,
         weights: AttentionWeights,
         x: Tensor,
+        kv: Tensor,
         rows: Rows,
         batch: ForwardBatch,
         selection: Selection,
@@ -136,13 +134,14 @@ class Attention:
             layer: its id.
             weights: its weights on this rank.
             x: `[num_rows, hidden]` bf16, normalised input.
+            kv: `[num_kv_rows, head_dim]` bf16: window keys of this step, which `rows` indexes.
             rows: the rows that are evaluated.
             batch: the step they belong to.
             selection: picks so far; replaced at index source layers.
         Returns: `[num_rows, hidden]` bf16, complete on every rank.
         """
         config = self._config
-        low_rank, q, kv = self.project(layer, weights, x, rows.positions)
+        low_rank, q = self.queries(layer, weights, x, rows.positions)
         if weights.indexer is not None:
             self._select(layer, weights.indexer, x, low_rank, rows, batch, selection)
         keys, is_valid = self._window_keys(layer, kv, rows)
@@ -155,32 +154,30 @@ class Attention:
         self._probe(layer, "attn_core", core)
         return self.output(layer, weights, core, rows.positions)
 
-    def project(
+    def queries(
         self, layer: int, weights: AttentionWeights, x: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and window keys of new rows (section 4.2).
+    ) -> tuple[Tensor, Tensor]:
+        """Queries of new rows (section 4.2).
 
-        Returns: the low-rank query `[num_rows, q_lora_rank]`, queries `[num_rows, local_heads, head_dim]` and
-            keys `[num_rows, head_dim]`, rotated, the keys quantised; all bf16.
+        Returns: the low-rank query `[num_rows, q_lora_rank]` and the rotated queries
+            `[num_rows, local_heads, head_dim]`, both bf16.
         """
         config, accumulate = self._config, self._accumulate
-        quantized = quantize_q8(x)
-        low_rank = rms_norm(
-            linear_bf16(quantized, weights.wq_a, accumulate), weights.q_norm, config.rms_norm_eps, accumulate
-        )
+        low_rank = linear_bf16(quantize_q8(x), weights.wq_a, accumulate)
+        low_rank = rms_norm(low_rank, weights.q_norm, config.rms_norm_eps, accumulate)
         q = linear_bf16(quantize_q8(low_rank), weights.wq_b, accumulate).unflatten(-1, (-1, config.head_dim))
         q = apply_rope(q, positions, self.frequencies(layer))
-        kv = self.window_kv(layer, weights, x, positions)
         self._probe(layer, "qr", low_rank)
         self._probe(layer, "q", q)
-        self._probe(layer, "window_kv", kv)
-        return low_rank, q, kv
+        return low_rank, q
 
     def window_kv(self, layer: int, weights: AttentionWeights, x: Tensor, positions: Tensor) -> Tensor:
         """Window key of each row: `[num_rows, hidden]` bf16 to `[num_rows, head_dim]` bf16, rotated and quantised."""
         kv = linear_bf16(quantize_q8(x), weights.wkv, self._accumulate)
         kv = rms_norm(kv, weights.kv_norm, self._config.rms_norm_eps, self._accumulate)
-        return quantize_q8(apply_rope(kv, positions, self.frequencies(layer)))
+        kv = quantize_q8(apply_rope(kv, positions, self.frequencies(layer)))
+        self._probe(layer, "window_kv", kv)
+        return kv
 
     def attention_core(self, weights: AttentionWeights, q: Tensor, keys: Tensor, is_valid: Tensor) -> Tensor:
         """Attention over gathered keys, see `sparse_attention`."""
@@ -191,7 +188,10 @@ class Attention:
         """Inverse rotation, grouped low-rank projection and the sum over ranks.
 
         Args:
+            layer: its id.
+            weights: its weights on this rank.
             core: `[num_rows, local_heads, head_dim]` bf16.
+            positions: `[num_rows]` int64.
         Returns: `[num_rows, hidden]` bf16.
         """
         unrotated = apply_rope(core, positions, self.frequencies(layer), inverse=True)
@@ -205,11 +205,7 @@ class Attention:
 
     def _window_keys(self, layer: int, kv: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """Keys of each row's window: `[num_rows, window, head_dim]` bf16 and which of them exist."""
-        new = (
-            kv[rows.window_new.clamp_min(0)]
-            if rows.num_rows
-            else kv.new_zeros(0, rows.window_new.shape[1], 0)
-        )
+        new = kv[rows.window_new.clamp_min(0)]
         cached = self._caches.windows[layer][rows.window_ring.clamp_min(0)]
         is_new = rows.window_new >= 0
         return torch.where(is_new.unsqueeze(-1), new, cached), is_new | (rows.window_ring >= 0)
@@ -268,5 +264,6 @@ class Attention:
             picks.append(select_entries(scores, config.index_topk))
         if is_pool_source:
             selection.pools = pools
+            self._probe(layer, "pool", pools[-1])
         selection.entries = torch.cat(picks)
         self._probe(layer, "selected", selection.entries)

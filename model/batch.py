@@ -8,7 +8,7 @@ each query's window key, where new rows and entries go, which cache entries a se
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class SequenceRows:
     """True tokens just before `start_position`, oldest first, at least `min(ngram - 1, start_position)` of them."""
     block_table: Sequence[int]
     decoder_start: int = 0
-    """Decoder layers skip rows before this position, and their windows do not reach behind it."""
+    """Decoder layers skip rows before this position; the windows of all but the first do not reach behind it."""
 
     @property
     def end_position(self) -> int:
@@ -85,11 +85,15 @@ class ForwardBatch:
     token_ids: Tensor
     """`[num_tokens]` int64."""
     lookback: Tensor
-    """`[num_tokens, ngram]` int64: the row's token and the ones before it, newest first; -1 before the start."""
+    """`[num_tokens, ngram]` int64: the row's token and the ones before it, newest first; -1 before the start.
+    On the CPU, where the Engram tables are."""
     encoder: Rows
     """All rows, with unbounded history."""
+    boundary: Rows
+    """Rows that the decoder's first layer evaluates. Its window keys come from all rows, so `window_new` and `kept`
+    index those and the windows reach behind `decoder_start`."""
     decoder: Rows
-    """Rows that the decoder half evaluates."""
+    """Rows that the layers after it evaluate."""
     decoder_rows: Tensor
     """`[decoder.num_rows]` int64: their indices among all rows."""
     last_rows: Tensor
@@ -147,6 +151,14 @@ class ForwardBatch:
             token_ids=torch.tensor([t for s in sequences for t in s.token_ids]),
             lookback=_lookback(sequences, config.engram_max_ngram_size),
             encoder=all_rows,
+            boundary=replace(
+                all_rows,
+                positions=tail.positions,
+                sequence=tail.sequence,
+                spans=tail.spans,
+                window_new=all_rows.window_new[decoder_rows],
+                window_ring=all_rows.window_ring[decoder_rows],
+            ),
             decoder=tail,
             decoder_rows=decoder_rows,
             last_rows=torch.tensor([end - 1 for _, end in tail.spans]),
@@ -253,7 +265,10 @@ def _entry_table(sequences: Sequence[SequenceRows], num_entries: Sequence[int], 
 def _to(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
     if device.type == "cpu":
         return batch
-    return ForwardBatch(**{f.name: _move(getattr(batch, f.name), device) for f in fields(batch)})
+    return replace(
+        batch,
+        **{f.name: _move(getattr(batch, f.name), device) for f in fields(batch) if f.name != "lookback"},
+    )
 
 
 def _move(value: Any, device: torch.device) -> Any:

@@ -123,13 +123,17 @@ class ModelConfig(BaseModel):
                 continue
             source = self.kv_source_of(layer)
             if self.compress_ratios[source] != self.compress_ratios[layer]:
-                raise ValueError(f"layer {layer} reads compressed KV of layer {source}, which has another ratio")
+                raise ValueError(
+                    f"layer {layer} reads compressed KV of layer {source}, which has another ratio"
+                )
             if self.index_source_of(layer) < source:
                 raise ValueError(f"layer {layer} would reuse indices of another KV source than {source}")
         if len(self.engram_layer_ids) != len(self.engram_num_embeddings):
             raise ValueError("engram_layer_ids and engram_num_embeddings must have the same length")
         if any(layer >= self.decoder_start_layer for layer in self.engram_layer_ids):
-            raise ValueError(f"engram layers {self.engram_layer_ids} must lie before layer {self.decoder_start_layer}")
+            raise ValueError(
+                f"engram layers {self.engram_layer_ids} must lie before layer {self.decoder_start_layer}"
+            )
         return self
 
     def kv_source_of(self, layer: int) -> int:

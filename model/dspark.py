@@ -112,7 +112,8 @@ class DSpark:
         """Attention of a draft stage: committed window plus the whole block, without a causal mask inside it."""
         attention, block = self._backbone.attention, self._config.dspark_block_size
         weights = self._backbone.weights.layers[stage].attention
-        _, q, kv = attention.project(stage, weights, x, positions)
+        _, q = attention.queries(stage, weights, x, positions)
+        kv = attention.window_kv(stage, weights, x, positions)
         own = kv.unflatten(0, (-1, block)).repeat_interleave(block, dim=0)  # [num_rows, block, head_dim]
         keys = torch.cat((self._backbone.caches.windows[stage][ring.clamp_min(0)], own), dim=1)
         is_valid = torch.cat((ring >= 0, ring.new_ones(ring.shape[0], block, dtype=torch.bool)), dim=1)

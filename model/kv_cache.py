@@ -1,8 +1,9 @@
 """KV caches of one shard: compressed entries, index keys, window rings and half-group state.
 
-Values are stored as the model rounds them (`spec/model.md` section 10), so reading them back is exact. Blocks belong to
-sequences through block tables that the scheduler owns; rings belong to state slots. Nothing here is ever cleared: what a
-sequence may read follows from positions alone, so a slot or block needs no preparation for its next owner.
+Values are stored as the model rounds them (`spec/model.md` section 10), so reading them back is exact. Blocks
+belong to sequences through block tables that the scheduler owns; rings belong to state slots. Nothing here is ever
+cleared: what a sequence may read follows from positions alone, so a slot or block needs no preparation for its next
+owner.
 """
 
 from __future__ import annotations

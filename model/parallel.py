@@ -72,6 +72,7 @@ class ParallelLayout:
             ("moe_intermediate_size", config.moe_intermediate_size, world, 32),
             ("moe_intermediate_size", config.moe_intermediate_size, slices, 32),
             ("n_routed_experts", config.n_routed_experts, self.ep_size, 1),
+            ("Engram look-ups", (config.engram_max_ngram_size - 1) * config.engram_n_heads, world, 1),
             ("dspark_n_routed_experts", config.dspark_n_routed_experts, self.ep_size, 1),
         ):
             if size % (parts * unit):

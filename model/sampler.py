@@ -14,17 +14,28 @@ class SamplingSettings(Protocol):
     """What the sampler reads of a request: `actors.messages.SamplingParams`."""
 
     @property
-    def temperature(self) -> float: ...
+    def temperature(self) -> float:
+        """See `actors.messages.SamplingParams.temperature`."""
+
     @property
-    def top_p(self) -> float: ...
+    def top_p(self) -> float:
+        """See `actors.messages.SamplingParams.top_p`."""
+
     @property
-    def top_k(self) -> int: ...
+    def top_k(self) -> int:
+        """See `actors.messages.SamplingParams.top_k`."""
+
     @property
-    def min_p(self) -> float: ...
+    def min_p(self) -> float:
+        """See `actors.messages.SamplingParams.min_p`."""
+
     @property
-    def seed(self) -> int: ...
+    def seed(self) -> int:
+        """See `actors.messages.SamplingParams.seed`."""
+
     @property
-    def num_logprobs(self) -> int | None: ...
+    def num_logprobs(self) -> int | None:
+        """See `actors.messages.SamplingParams.num_logprobs`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.reference.hyper_connections import Mixes, collapse, compute_mixes, expand
 from kernels.reference.linear import linear
 from kernels.reference.norm import rms_norm
-from model.attention import Attention, Probe, Selection
+from model.attention import Attention, Selection
 from model.batch import ForwardBatch
 from model.config import ModelConfig
 from model.engram import Engram
@@ -19,6 +19,7 @@ from model.kv_cache import KvCaches
 from model.moe import MixtureOfExperts
 from model.numerics import Numerics
 from model.parallel import Collectives, ParallelLayout
+from model.probe import Probe, no_probe
 from model.weights import HyperConnectionWeights, ModelWeights
 
 
@@ -32,10 +33,6 @@ class Hidden:
     """`[num_rows, num_targets * hidden]` bf16: DSpark's view of its target layers."""
 
 
-def no_probe(layer: int, name: str, value: Tensor) -> None:
-    """The probe that looks at nothing."""
-
-
 class Transformer:
     """One rank's part of the model.
 
@@ -46,7 +43,7 @@ class Transformer:
         collectives: over all ranks, which call the same methods in the same order.
         experts: this rank's expert pages.
         caches: this rank's.
-        engram: look-up tables and token map.
+        token_map: `[vocab]` int64 on the CPU, see `Engram`.
         numerics: accumulation and rounding.
         probe: sees intermediate values.
     """
@@ -59,7 +56,7 @@ class Transformer:
         collectives: Collectives,
         experts: ExpertSource,
         caches: KvCaches,
-        engram: Engram,
+        token_map: Tensor,
         numerics: Numerics,
         probe: Probe = no_probe,
     ) -> None:
@@ -70,7 +67,7 @@ class Transformer:
         self.caches = caches
         self.attention = Attention(config, caches, collectives, numerics, weights.embed.device, probe)
         self.moe = MixtureOfExperts(config, layout, experts, collectives, numerics, probe)
-        self._engram = engram
+        self._engram = Engram(config, token_map, collectives, numerics, probe)
         self._vocab = layout.shard(config.vocab_size)
         self._probe = probe
 
@@ -86,6 +83,8 @@ class Transformer:
         taps = []
         for layer in range(config.num_hidden_layers):
             layer_weights = weights.layers[layer]
+            if layer > config.decoder_start_layer:
+                rows = batch.decoder
             if layer_weights.engram is not None:
                 stream = self._engram.inject(layer, layer_weights.engram, stream, batch.lookback)
             self._probe(layer, "stream_in", stream)
@@ -93,13 +92,14 @@ class Transformer:
             x = self.attention_input(layer, stream, pre)
             if layer_weights.attention.compressor is not None:
                 self.attention.write_global(layer, layer_weights.attention.compressor, x, batch)
+            kv = self.attention.window_kv(layer, layer_weights.attention, x, rows.positions)
             if layer == config.decoder_start_layer:
-                rows = batch.decoder
+                rows = batch.boundary
                 stream, x = stream[batch.decoder_rows], x[batch.decoder_rows]
                 selection.keep_decoder_rows(batch)
             if layer in config.dspark_target_layer_ids:
                 taps.append(stream.to(self.numerics.accumulate).mean(dim=1).to(torch.bfloat16))
-            y = self.attention.attend(layer, layer_weights.attention, x, rows, batch, selection)
+            y = self.attention.attend(layer, layer_weights.attention, x, kv, rows, batch, selection)
             stream, pre = self.finish_layer(layer, stream, y)
         return Hidden(self._final_norm(stream, pre), torch.cat(taps, dim=-1))
 

@@ -1,8 +1,9 @@
 """One rank's weights: what the model multiplies with, and how it is cut out of a checkpoint.
 
-Dense FP8 weights are dequantised to BF16 when they are read, which is exact (`spec/model.md` section 2.2: the tile scale is a
-power of two). Expert pages are not here: the model reads them through an `ExpertSource`. `bias_vl`, the vision tower
-and the image delimiters belong to images, which are not served.
+Dense FP8 weights are dequantised when they are read, which is exact (`spec/model.md` section 2.2: the tile scale is
+a power of two). Matrices are held in the accumulation type on the CPU, which spares a conversion per product, and in
+BF16 on GPUs; either holds every value exactly. Expert pages are not here: the model reads them through an
+`ExpertSource`. `bias_vl`, the vision tower and the image delimiters belong to images, which are not served.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ class CompressorWeights:
     """Compressor and index key of a KV source layer (section 4.3); replicated."""
 
     wkv: Tensor
-    """`[head_dim, hidden]` bf16."""
+    """`[head_dim, hidden]`."""
     wgate: Tensor | None
-    """`[head_dim, hidden]` bf16; ratio 2 only."""
+    """`[head_dim, hidden]`; ratio 2 only."""
     norm: Tensor
     """`[head_dim]` bf16."""
     wk: Tensor
-    """`[index_head_dim, head_dim]` bf16."""
+    """`[index_head_dim, head_dim]`."""
     k_norm: Tensor
     """`[index_head_dim]` bf16."""
 
@@ -61,9 +62,9 @@ class IndexerWeights:
     """Index query of an index source layer (section 4.5); replicated, so that all ranks choose the same entries."""
 
     wq_b: Tensor
-    """`[index_n_heads * index_head_dim, q_lora_rank]` bf16."""
+    """`[index_n_heads * index_head_dim, q_lora_rank]`."""
     weights_proj: Tensor
-    """`[index_n_heads, hidden]` bf16."""
+    """`[index_n_heads, hidden]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +72,21 @@ class AttentionWeights:
     """Attention of one layer (section 4); heads and output groups are cut over ranks, the rest is replicated."""
 
     wq_a: Tensor
-    """`[q_lora_rank, hidden]` bf16."""
+    """`[q_lora_rank, hidden]`."""
     q_norm: Tensor
     """`[q_lora_rank]` bf16."""
     wq_b: Tensor
-    """`[local_heads * head_dim, q_lora_rank]` bf16."""
+    """`[local_heads * head_dim, q_lora_rank]`."""
     wkv: Tensor
-    """`[head_dim, hidden]` bf16."""
+    """`[head_dim, hidden]`."""
     kv_norm: Tensor
     """`[head_dim]` bf16."""
     sinks: Tensor
     """`[local_heads]` float32."""
     wo_a: Tensor
-    """`[local_groups, o_lora_rank, heads_per_group * head_dim]` bf16."""
+    """`[local_groups, o_lora_rank, heads_per_group * head_dim]`."""
     wo_b: Tensor
-    """`[hidden, local_groups * o_lora_rank]` bf16."""
+    """`[hidden, local_groups * o_lora_rank]`."""
     compressor: CompressorWeights | None
     indexer: IndexerWeights | None
 
@@ -95,21 +96,23 @@ class MoeWeights:
     """Router (replicated) and this rank's slice of the shared expert (section 6)."""
 
     gate: Tensor
-    """`[num_experts, hidden]` bf16."""
+    """`[num_experts, hidden]`."""
     bias: Tensor
     """`[num_experts]` float32."""
     shared_w1: Tensor
-    """`[local_inter, hidden]` bf16."""
+    """`[local_inter, hidden]`."""
     shared_w3: Tensor
-    """`[local_inter, hidden]` bf16."""
+    """`[local_inter, hidden]`."""
     shared_w2: Tensor
-    """`[hidden, local_inter]` bf16."""
+    """`[hidden, local_inter]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngramWeights:
-    """Engram of one layer (section 7). The look-up columns are cut over ranks: a rank holds their table rows and the
-    matching input columns of the projection.
+    """Engram of one layer (section 7).
+
+    The look-up columns are cut over ranks: a rank holds their table rows and the matching input columns of the
+    projection.
     """
 
     codes: Tensor
@@ -121,7 +124,7 @@ class EngramWeights:
     columns: slice
     """This rank's look-up columns among all `(ngram - 1) * heads`."""
     wkv: Tensor
-    """`[(m + 1) * hidden, local_columns * engram_head_dim]` bf16."""
+    """`[(m + 1) * hidden, local_columns * engram_head_dim]`."""
     q_weight: Tensor
     """`[m, hidden]` bf16."""
     k_weight: Tensor
@@ -146,7 +149,7 @@ class DraftWeights:
     """What DSpark has besides its stages (section 8)."""
 
     main_proj: Tensor
-    """`[hidden, num_targets * hidden]` bf16."""
+    """`[hidden, num_targets * hidden]`."""
     main_norm: Tensor
     """`[hidden]` bf16."""
     norm: Tensor
@@ -154,9 +157,9 @@ class DraftWeights:
     markov_embed: Tensor
     """`[vocab, markov_rank]` bf16; replicated."""
     markov_head: Tensor
-    """`[local_vocab, markov_rank]` bf16."""
+    """`[local_vocab, markov_rank]`."""
     confidence: Tensor
-    """`[1, hidden + markov_rank]` bf16."""
+    """`[1, hidden + markov_rank]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +169,7 @@ class ModelWeights:
     embed: Tensor
     """`[local_vocab, hidden]` bf16."""
     head: Tensor
-    """`[local_vocab, hidden]` bf16."""
+    """`[local_vocab, hidden]`."""
     norm: Tensor
     """`[hidden]` bf16."""
     layers: tuple[LayerWeights, ...]
@@ -178,6 +181,7 @@ def load_weights(
     config: ModelConfig,
     layout: ParallelLayout,
     device: torch.device,
+    accumulate: torch.dtype,
     on_layer: Callable[[int], None] | None = None,
 ) -> ModelWeights:
     """Read one rank's weights; no other rank's rows or columns are touched.
@@ -187,11 +191,12 @@ def load_weights(
         config: its text model.
         layout: which rank.
         device: where dense weights go; Engram tables stay on the CPU.
+        accumulate: float32 or float64, the type that products accumulate in.
         on_layer: called with each finished layer's id, for progress.
     Raises: ValueError if the model cannot be cut over `layout`; CheckpointError if a tensor is corrupt.
     """
     layout.check(config)
-    loader = _RankLoader(reader, config, layout, device)
+    loader = _RankLoader(reader, config, layout, device, accumulate)
     layers = []
     for layer in range(config.num_layers_with_drafts):
         layers.append(loader.layer(layer))
@@ -200,7 +205,7 @@ def load_weights(
     vocab = layout.shard(config.vocab_size)
     return ModelWeights(
         embed=loader.plain("embed.weight", rows=vocab),
-        head=loader.plain("head.weight", rows=vocab),
+        head=loader.matrix("head.weight", rows=vocab),
         norm=loader.plain("norm.weight"),
         layers=tuple(layers),
         draft=loader.draft(),
@@ -209,21 +214,30 @@ def load_weights(
 
 class _RankLoader:
     def __init__(
-        self, reader: TensorReader, config: ModelConfig, layout: ParallelLayout, device: torch.device
+        self,
+        reader: TensorReader,
+        config: ModelConfig,
+        layout: ParallelLayout,
+        device: torch.device,
+        accumulate: torch.dtype,
     ) -> None:
         self._reader = reader
         self._config = config
         self._layout = layout
         self._device = device
+        self._matrix_dtype = accumulate if device.type == "cpu" else torch.bfloat16
         self._engram = EngramHash.from_config(config)
 
     def plain(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         return self._reader.read(name, rows, columns).to(self._device)
 
+    def matrix(self, name: str, rows: slice | None = None) -> Tensor:
+        return self._reader.read(name, rows).to(self._matrix_dtype).to(self._device)
+
     def fp8(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         codes = self._reader.read(f"{name}.weight", rows, columns)
         scales = self._reader.read(f"{name}.scale", _tiles(rows), _tiles(columns))
-        return dequantize_fp8_tiles(codes, scales).to(torch.bfloat16).to(self._device)
+        return dequantize_fp8_tiles(codes, scales).to(self._matrix_dtype).to(self._device)
 
     def layer(self, layer: int) -> LayerWeights:
         name = self._config.layer_names[layer]
@@ -264,23 +278,23 @@ class _RankLoader:
     def _compressor(self, name: str, layer: int) -> CompressorWeights:
         has_gate = self._config.compress_ratios[layer] == 2
         return CompressorWeights(
-            wkv=self.plain(f"{name}.compressor.wkv.weight"),
-            wgate=self.plain(f"{name}.compressor.wgate.weight") if has_gate else None,
+            wkv=self.matrix(f"{name}.compressor.wkv.weight"),
+            wgate=self.matrix(f"{name}.compressor.wgate.weight") if has_gate else None,
             norm=self.plain(f"{name}.compressor.norm.weight"),
-            wk=self.plain(f"{name}.indexer.wk.weight"),
+            wk=self.matrix(f"{name}.indexer.wk.weight"),
             k_norm=self.plain(f"{name}.indexer.k_norm.weight"),
         )
 
     def _indexer(self, name: str) -> IndexerWeights:
         return IndexerWeights(
             wq_b=self.fp8(f"{name}.indexer.wq_b"),
-            weights_proj=self.plain(f"{name}.indexer.weights_proj.weight"),
+            weights_proj=self.matrix(f"{name}.indexer.weights_proj.weight"),
         )
 
     def _moe(self, name: str) -> MoeWeights:
         inter = self._layout.shard(self._config.moe_intermediate_size)
         return MoeWeights(
-            gate=self.plain(f"{name}.gate.weight"),
+            gate=self.matrix(f"{name}.gate.weight"),
             bias=self.plain(f"{name}.gate.bias"),
             shared_w1=self.fp8(f"{name}.shared_experts.w1", rows=inter),
             shared_w3=self.fp8(f"{name}.shared_experts.w3", rows=inter),
@@ -308,10 +322,10 @@ class _RankLoader:
             main_norm=self.plain("mtp.0.main_norm.weight"),
             norm=self.plain(f"{last}.norm.weight"),
             markov_embed=self.plain(f"{last}.markov_head.embed.weight"),
-            markov_head=self.plain(
+            markov_head=self.matrix(
                 f"{last}.markov_head.head.weight", rows=self._layout.shard(self._config.vocab_size)
             ),
-            confidence=self.plain(f"{last}.confidence_head.proj.weight"),
+            confidence=self.matrix(f"{last}.confidence_head.proj.weight"),
         )
 
 

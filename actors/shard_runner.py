@@ -1,0 +1,75 @@
+"""ShardRunner: one rank's model, caches and step, without Ray. The actor around it is `actors/gpu_shard.py`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from actors.messages import (
+    SampledToken,
+    ScheduledSequence,
+    SequenceOutput,
+    StepInput,
+    TokenLogprob,
+)
+from model.batch import ForwardBatch, SequenceRows
+from model.kv_cache import CacheGeometry
+from model.sampler import sample
+from model.transformer import Transformer
+
+
+class ShardRunner:
+    """Runs steps on one rank.
+
+    Every rank calls `run_step` with the same inputs in the same order; collectives inside keep them in step. All ranks
+    compute the same result; rank 0's is used.
+
+    Args:
+        transformer: this rank's model.
+        geometry: of its caches.
+        device: where it computes.
+    """
+
+    def __init__(self, transformer: Transformer, geometry: CacheGeometry, device: torch.device) -> None:
+        self._transformer = transformer
+        self._geometry = geometry
+        self._device = device
+
+    @torch.inference_mode()
+    def run_step(self, step: StepInput) -> list[SequenceOutput]:
+        """Compute a step's rows and sample where it asks for it.
+
+        Returns: one output per scheduled sequence, in order.
+        """
+        rows = [_to_rows(s) for s in step.sequences]
+        batch = ForwardBatch.build(rows, self._transformer.config, self._geometry, self._device)
+        hidden = self._transformer.forward(batch)
+        asking = [i for i, s in enumerate(step.sequences) if s.sampling is not None]
+        outputs = [SequenceOutput() for _ in step.sequences]
+        if not asking:
+            return outputs
+        logits = self._transformer.logits(hidden.normed[batch.last_rows[asking]])
+        for row, index in zip(logits, asking, strict=True):
+            outputs[index] = _sample(row, step.sequences[index])
+        return outputs
+
+
+def _to_rows(sequence: ScheduledSequence) -> SequenceRows:
+    return SequenceRows(
+        state_slot=sequence.state_slot,
+        start_position=sequence.start_position,
+        token_ids=sequence.token_ids,
+        history=sequence.history,
+        block_table=sequence.block_table,
+        decoder_start=sequence.decoder_start,
+    )
+
+
+def _sample(logits: Tensor, sequence: ScheduledSequence) -> SequenceOutput:
+    assert sequence.sampling is not None, f"{sequence=}"
+    position = sequence.start_position + len(sequence.token_ids) - 1
+    choice = sample(logits, sequence.sampling, position)
+    if choice is None:
+        return SequenceOutput(error=f"the model gave non-finite logits at position {position}")
+    top = [TokenLogprob(token_id, logprob) for token_id, logprob in choice.top_logprobs]
+    return SequenceOutput(token=SampledToken(choice.token_id, choice.logprob, top))
