@@ -1,0 +1,118 @@
+"""Log-probabilities beside the text they belong to, in the shapes of both completion endpoints."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from actors.messages import SampledToken
+from deployment.openai_types import ChatTokenLogprob, CompletionLogprobs, TopLogprob
+from deployment.tokenizer import Tokenizer
+
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+
+NOTHING = re.compile("")
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedToken:
+    """A token and where its text begins, in characters of all text pushed."""
+
+    token: SampledToken
+    offset: int
+
+
+class TokenAligner:
+    """Finds the tokens of released text, while text is held back, cut off or dropped on its way.
+
+        | taken or dropped | droppable | released now | to be released |
+        0                  _start                                      end
+
+    Invariant: `_pending` is the text between `_start` and the end, and `_tokens` are the tokens that begin in
+    it. A token is taken with the first released character of its text, or of the character it is a part of.
+    """
+
+    def __init__(self, droppable: re.Pattern[str] = NOTHING) -> None:
+        self._droppable = droppable
+        self._tokens: deque[AlignedToken] = deque()
+        self._pending = ""
+        self._start = 0
+
+    def push(self, text: str, token: SampledToken | None) -> None:
+        """Add a token and the characters that it completed, or what came of the unfinished ones before."""
+        if token is not None:
+            self._tokens.append(AlignedToken(token, self._start + len(self._pending)))
+        self._pending += text
+
+    def take(self, released: str) -> list[AlignedToken]:
+        """The tokens of text that is released now; those of what was dropped before it are forgotten."""
+        begin = self._pending.find(released)
+        while begin > 0 and not self._droppable.fullmatch(self._pending, 0, begin):
+            begin = self._pending.find(released, begin + 1)
+        assert begin >= 0, f"{released=} is not in {self._pending=}"
+        self._discard(self._start + begin)
+        taken = self._discard(self._start + begin + len(released))
+        self._pending = self._pending[begin + len(released) :]
+        self._start += begin + len(released)
+        return taken
+
+    def take_rest(self) -> list[AlignedToken]:
+        """All tokens not taken yet: those that added no text at the end of a reply."""
+        return self._discard(self._start + len(self._pending) + 1)
+
+    def _discard(self, end: int) -> list[AlignedToken]:
+        discarded = []
+        while self._tokens and self._tokens[0].offset < end:
+            discarded.append(self._tokens.popleft())
+        return discarded
+
+
+def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[AlignedToken]) -> list[ChatTokenLogprob]:
+    """Entries of a chat choice's `logprobs`."""
+    return [
+        ChatTokenLogprob(
+            **_top_logprob(tokenizer, token.token_id, token.logprob).model_dump(),
+            top_logprobs=[_top_logprob(tokenizer, top.token_id, top.logprob) for top in token.top_logprobs],
+        )
+        for token in (aligned.token for aligned in tokens)
+    ]
+
+
+def completion_logprobs(tokenizer: Tokenizer, tokens: list[AlignedToken]) -> CompletionLogprobs:
+    """A completion choice's `logprobs`. The chosen token is always among its `top_logprobs`."""
+    return CompletionLogprobs(
+        tokens=[_completion_text(tokenizer, aligned.token.token_id) for aligned in tokens],
+        token_logprobs=[_finite(aligned.token.logprob) for aligned in tokens],
+        top_logprobs=[_completion_top_logprobs(tokenizer, aligned.token) for aligned in tokens],
+        text_offset=[aligned.offset for aligned in tokens],
+    )
+
+
+def _completion_top_logprobs(tokenizer: Tokenizer, token: SampledToken) -> dict[str, float]:
+    ranked = [(top.token_id, top.logprob) for top in token.top_logprobs] + [(token.token_id, token.logprob)]
+    return {_completion_text(tokenizer, token_id): _finite(logprob) for token_id, logprob in ranked}
+
+
+def _top_logprob(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> TopLogprob:
+    data = tokenizer.token_bytes(token_id)
+    return TopLogprob(token=_escaped(data), logprob=_finite(logprob), bytes=list(data))
+
+
+def _completion_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """The token's text; with OpenAI's prefix `bytes:` if it is not text by itself."""
+    data = tokenizer.token_bytes(token_id)
+    escaped = _escaped(data)
+    return escaped if escaped.encode() == data else f"bytes:{escaped}"
+
+
+def _escaped(data: bytes) -> str:
+    r"""Text of a token; bytes that are not text by themselves as `\xNN`."""
+    return data.decode("utf-8", errors="backslashreplace")
+
+
+def _finite(logprob: float | None) -> float:
+    assert logprob is not None, "the engine was asked for log-probabilities"
+    return max(logprob, MIN_LOGPROB)
