@@ -42,6 +42,10 @@ class ApiConfig(BaseModel):
     """Requests one ingress replica works on at once."""
     num_replicas: int = Field(default=1, ge=1)
     """Ingress replicas."""
+    num_tokenizer_threads: int = Field(default=2, ge=1)
+    """Prompts one ingress replica encodes at once, beside its event loop."""
+    thinks_by_default: bool = True
+    """Whether a chat request that says nothing about thinking gets it, as the vendor's API does."""
 
 
 class EngineConfig(BaseModel):

@@ -1,0 +1,100 @@
+"""An engine that answers from a script, and the API in front of it, in this process."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+import httpx
+import msgspec
+from starlette.applications import Starlette
+
+from actors.messages import AddRequest, FinishReason, RequestError, RequestOutput, SampledToken, TokenLogprob
+from deployment.api import ModelFacts, build_api
+from deployment.config import ApiConfig
+from deployment.tokenizer import Tokenizer
+from tests.unit.deployment.tokenizers_for_tests import EOS_ID, TINY_VOCAB_SIZE, tiny_tokenizer
+
+MAX_MODEL_LEN = 256
+MODEL = "test-model"
+NOW = 1_700_000_000.5
+SEED = 12345
+
+Step = RequestOutput | Exception
+HANG = RequestOutput("", tokens=[SampledToken(-1)])
+"""A step that never comes."""
+
+
+class FakeEngine:
+    """Plays `script` for every request, and keeps book of what it was asked."""
+
+    def __init__(self, script: Sequence[Step] = ()) -> None:
+        self.script = list(script)
+        self.is_alive = True
+        self.requests: list[AddRequest] = []
+        self.num_played = 0
+        """Steps played, over all requests."""
+        self.closed = asyncio.Event()
+        """Set when a request has ended here, for whatever reason."""
+
+    async def generate(self, request: AddRequest) -> AsyncGenerator[RequestOutput, None]:
+        self.requests.append(request)
+        try:
+            for step in self.script:
+                self.num_played += 1
+                if step is HANG:
+                    await asyncio.Event().wait()
+                if isinstance(step, Exception):
+                    raise step
+                yield _addressed_to(request, step)
+        finally:
+            self.closed.set()
+
+    async def is_healthy(self) -> bool:
+        return self.is_alive
+
+
+def create_script(
+    *steps: Sequence[int], finish_reason: FinishReason = "length", stop_token_id: int | None = None
+) -> list[Step]:
+    """Outputs with these token ids; the last one ends the request.
+
+    The log-probability of a token is minus its id; its rivals are itself and the ids above it.
+    """
+    outputs = [RequestOutput("", tokens=[SampledToken(token_id) for token_id in step]) for step in steps]
+    last = msgspec.structs.replace(outputs[-1], finish_reason=finish_reason, stop_token_id=stop_token_id)
+    return [*outputs[:-1], last]
+
+
+def _addressed_to(request: AddRequest, output: RequestOutput) -> RequestOutput:
+    tokens = [_with_logprobs(token.token_id, request.sampling.num_logprobs) for token in output.tokens]
+    return msgspec.structs.replace(output, request_id=request.request_id, tokens=tokens)
+
+
+def _with_logprobs(token_id: int, num_logprobs: int | None) -> SampledToken:
+    if num_logprobs is None:
+        return SampledToken(token_id)
+    rivals = [TokenLogprob(token_id + n, -float(token_id + n)) for n in range(num_logprobs)]
+    return SampledToken(token_id, logprob=-float(token_id), top_logprobs=rivals)
+
+
+def end_of_turn(*steps: Sequence[int]) -> list[Step]:
+    """A reply that the model ends itself."""
+    return create_script(*steps, [EOS_ID], finish_reason="stop", stop_token_id=EOS_ID)
+
+
+def refusal(error: RequestError) -> list[Step]:
+    return [RequestOutput("", finish_reason="error", error=error)]
+
+
+def create_app(engine: FakeEngine, *, tokenizer: Tokenizer | None = None, **config: object) -> Starlette:
+    return build_api(
+        engine,
+        tokenizer or tiny_tokenizer(),
+        ApiConfig.model_validate({"model_name": MODEL, "thinks_by_default": False, **config}),
+        ModelFacts(max_model_len=MAX_MODEL_LEN, vocab_size=TINY_VOCAB_SIZE),
+        now=lambda: NOW,
+        draw_seed=lambda: SEED,
+    )
+
+
+def create_http_client(app: Starlette) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
