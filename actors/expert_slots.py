@@ -65,6 +65,16 @@ class ExpertSlots:
         """Slots that pages without one could take now."""
         return len(self._free) + len(self._evictable)
 
+    def slot_of(self, page: int) -> int:
+        """Slot of a page that has one."""
+        return self._slot_of[page]
+
+    def ready_pages(self) -> dict[int, int]:
+        """Slot of every page that is READY."""
+        return {
+            page: slot for page, slot in self._slot_of.items() if self._slots[slot].state is SlotState.READY
+        }
+
     def state_of(self, page: int) -> SlotState:
         """State of the page's slot; FREE if it has none."""
         slot = self._slot_of.get(page)

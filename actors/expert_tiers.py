@@ -1,0 +1,218 @@
+"""TieredExpertSource: hot pages from resident slots, cold ones from the host pool, one table of addresses."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Container, Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from actors.config import ShardConfig
+from actors.host_pool import MappedPool
+from actors.messages import ExpertTraffic
+from actors.page_directory import PageDirectory
+from actors.staging import ColdPages, Copier, DirectPages, StagedPages, create_copier
+from kernels.formats import PageLayout
+from model.expert_source import PageGroup
+from placement.plan import PlacementPlan
+
+
+def create_expert_source(
+    pool: MappedPool, plan: PlacementPlan, config: ShardConfig, device: torch.device
+) -> TieredExpertSource:
+    """Load the plan's hot pages into device slots and serve the others from the pool.
+
+    Raises: ExpertPageError if a hot page is corrupt; ValueError if `device` cannot read the pool in place.
+    """
+    if config.staging == "direct" and device.type != "cpu":
+        raise ValueError(
+            f"staging: direct needs a device that reads the host pool in place; {device} does not"
+        )
+    copier = create_copier(device)
+    resident = load_resident(pool, plan, copier, device)
+    return TieredExpertSource(
+        pool.layout, pool.directory, plan, resident, _create_cold_pages(pool, config, copier, device)
+    )
+
+
+def _create_cold_pages(
+    pool: MappedPool, config: ShardConfig, copier: Copier, device: torch.device
+) -> ColdPages:
+    if config.staging == "direct":
+        copier.close()
+        return DirectPages(pool.read, pool.directory.num_pages)
+    memory = torch.empty(config.num_staging_slots, pool.layout.num_bytes, dtype=torch.uint8, device=device)
+    return StagedPages(memory, pool.read, copier)
+
+
+def load_resident(pool: MappedPool, plan: PlacementPlan, copier: Copier, device: torch.device) -> Tensor:
+    """Copy the hot pages to the device, layer by layer: `[plan.num_hot, page_bytes]` uint8.
+
+    Raises: ExpertPageError if one is corrupt.
+    """
+    resident = torch.empty(plan.num_hot, pool.layout.num_bytes, dtype=torch.uint8, device=device)
+    pages = [pool.directory.index(layer, e) for layer, hot in enumerate(plan.hot_experts) for e in hot]
+    copies = [
+        copier.start(partial(pool.read, page), slot) for page, slot in zip(pages, resident, strict=True)
+    ]
+    for copy in copies:
+        copy.join()
+    return resident
+
+
+class TieredExpertSource:
+    """The ExpertSource of one rank; that protocol says what callers may rely on.
+
+    A layer's experts are cut, in ascending order, into groups with at most half as many cold pages as can
+    be fetched at once: while one group computes, the pages of the next are on their way. Hot experts before
+    the first cold one are a group of their own, which waits for nothing.
+
+    Invariants:
+    - a group is yielded after all its pages were joined, and they are released when the caller comes back;
+    - the address of a hot expert never changes.
+
+    Args:
+        layout: of every page.
+        directory: numbers the pages.
+        plan: which experts are hot.
+        resident: `[plan.num_hot, page_bytes]` uint8, the hot pages, layer by layer.
+        cold: every other page.
+    """
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        directory: PageDirectory,
+        plan: PlacementPlan,
+        resident: Tensor,
+        cold: ColdPages,
+    ) -> None:
+        self._layout = layout
+        self._directory = directory
+        self._hot = [frozenset(hot) for hot in plan.hot_experts]
+        self._resident = resident  # keeps the memory that the table points to
+        self._cold = cold
+        self._table = AddressTable(directory.experts_per_layer, resident.device)
+        slots = iter(resident)
+        for layer, hot in enumerate(plan.hot_experts):
+            self._table.update(layer, {expert: next(slots).data_ptr() for expert in hot})
+        self._counts = _Counts()
+        self._last: Generator[PageGroup, None, None] | None = None
+
+    @property
+    def layout(self) -> PageLayout:
+        """See ExpertSource."""
+        return self._layout
+
+    def stream(self, layer: int, experts: Sequence[int]) -> Iterator[PageGroup]:
+        """See ExpertSource."""
+        if self._last is not None:
+            self._last.close()  # a forward that failed between two groups still holds pages
+        self._last = self._stream(layer, split_groups(experts, self._hot[layer], self._cold.max_fetched // 2))
+        return self._last
+
+    def take_traffic(self) -> ExpertTraffic:
+        """Pages and bytes since the last call."""
+        counts, self._counts = self._counts, _Counts()
+        return ExpertTraffic(**asdict(counts))
+
+    def close(self) -> None:
+        """End the copies; safe to call twice."""
+        if self._last is not None:
+            self._last.close()
+        self._cold.close()
+
+    def _stream(self, layer: int, groups: Sequence[Group]) -> Generator[PageGroup, None, None]:
+        ahead = deque(groups)
+        fetched: set[int] = set()
+        try:
+            for group in groups:
+                while ahead and len(fetched) + len(ahead[0].cold) <= self._cold.max_fetched:
+                    for page in self._pages(layer, ahead.popleft()):
+                        self._counts.staged_bytes += self._cold.fetch(page)
+                        fetched.add(page)
+                self._join(layer, group)
+                yield PageGroup(group.experts, self._table.row(layer))
+                for page in self._pages(layer, group):
+                    self._cold.release(page)
+                    fetched.remove(page)
+        finally:
+            for page in fetched:
+                self._cold.release(page)
+
+    def _join(self, layer: int, group: Group) -> None:
+        start = time.perf_counter()
+        addresses = [self._cold.join(page) for page in self._pages(layer, group)]
+        self._counts.stall_s += time.perf_counter() - start
+        self._counts.num_cold += len(group.cold)
+        self._counts.num_hot += len(group.experts) - len(group.cold)
+        self._table.update(layer, dict(zip(group.cold, addresses, strict=True)))
+
+    def _pages(self, layer: int, group: Group) -> list[int]:
+        return [self._directory.index(layer, expert) for expert in group.cold]
+
+
+@dataclass(slots=True)
+class _Counts:
+    """ExpertTraffic under way."""
+
+    num_hot: int = 0
+    num_cold: int = 0
+    staged_bytes: int = 0
+    stall_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Experts of one layer that are computed together."""
+
+    experts: tuple[int, ...]
+    cold: tuple[int, ...]
+    """Those of `experts` that are not resident."""
+
+
+def split_groups(experts: Sequence[int], hot: Container[int], max_cold: int) -> list[Group]:
+    """Cut `experts`, in order, into groups of at most `max_cold` cold ones; leading hot ones are a group."""
+    groups: list[list[int]] = []
+    num_cold = 0
+    for expert in experts:
+        is_cold = expert not in hot
+        if not groups or (is_cold and num_cold in (0, max_cold)):
+            groups.append([])
+            num_cold = 0
+        groups[-1].append(expert)
+        num_cold += is_cold
+    return [Group(tuple(group), tuple(e for e in group if e not in hot)) for group in groups]
+
+
+class AddressTable:
+    """The address to read each expert's page from, on the computing device; 0 if never set."""
+
+    def __init__(self, experts_per_layer: Sequence[int], device: torch.device) -> None:
+        self._rows = [torch.zeros(count, dtype=torch.int64, device=device) for count in experts_per_layer]
+        self._known: list[dict[int, int]] = [{} for _ in experts_per_layer]
+        """What the rows hold, on the host."""
+
+    def row(self, layer: int) -> Tensor:
+        """`[num_local_experts]` int64."""
+        return self._rows[layer]
+
+    def update(self, layer: int, addresses: Mapping[int, int]) -> None:
+        """Set experts' addresses, in order with the computation."""
+        changed = {e: address for e, address in addresses.items() if self._known[layer].get(e) != address}
+        if not changed:
+            return
+        self._known[layer].update(changed)
+        row = self._rows[layer]
+        experts, values = _to_device([list(changed), list(changed.values())], row.device)
+        row[experts] = values
+
+
+def _to_device(values: list[list[int]], device: torch.device) -> Tensor:
+    """An int64 tensor, copied without waiting for what the device still computes."""
+    tensor = torch.tensor(values, dtype=torch.int64)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

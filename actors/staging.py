@@ -1,0 +1,233 @@
+"""Staging: cold pages are copied to device slots before the computation reads them, or read in place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from actors.expert_slots import ExpertSlots, SlotState
+from model.expert_source import ExpertPageError
+
+ReadPage = Callable[[int], Tensor]
+"""Bytes of a page in the host pool, in place. Raises ExpertPageError if it is corrupt."""
+
+
+class Copy(Protocol):
+    """A copy under way."""
+
+    def join(self) -> None:
+        """Whatever is computed from now on sees the copy's bytes.
+
+        Raises: what reading the source raised; the target then holds nothing.
+        """
+
+
+class Copier(Protocol):
+    """Copies beside the computation, in the order in which they are started."""
+
+    def start(self, read: Callable[[], Tensor], target: Tensor) -> Copy:
+        """Copy `read()` to `target` once everything computed so far is done with `target`.
+
+        Raises: what `read` raised, unless the copy's `join` does.
+        """
+
+    def close(self) -> None:
+        """Wait for the copies under way; nothing is started any more. Safe to call twice."""
+
+
+def create_copier(device: torch.device) -> Copier:
+    """The copier for targets on `device`."""
+    return CudaCopier(device) if device.type == "cuda" else ThreadCopier()
+
+
+class ThreadCopier:
+    """CPU: one thread reads and copies. CPU operators return when they are done: nothing to wait for."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="expert-copies")
+
+    def start(self, read: Callable[[], Tensor], target: Tensor) -> Copy:
+        """See Copier."""
+        return _ThreadCopy(self._thread.submit(lambda: target.copy_(read())))
+
+    def close(self) -> None:
+        """See Copier."""
+        self._thread.shutdown()
+
+
+class _ThreadCopy:
+    def __init__(self, future: Future[Tensor]) -> None:
+        self._future = future
+
+    def join(self) -> None:
+        self._future.result()
+
+
+class CudaCopier:
+    """CUDA: copies on a stream of its own, ordered with the computing stream by events; no host waits.
+
+    `start` and `join` are called by the thread that computes, with its stream as the current one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def start(self, read: Callable[[], Tensor], target: Tensor) -> Copy:
+        """See Copier."""
+        source = read()
+        # Whatever reads the target's old bytes was enqueued before now, so this event comes after all of it.
+        self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        return _CudaCopy(self._device, self._stream.record_event())
+
+    def close(self) -> None:
+        """See Copier."""
+        self._stream.synchronize()
+
+
+class _CudaCopy:
+    def __init__(self, device: torch.device, done: torch.cuda.Event) -> None:
+        self._device = device
+        self._done = done
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+
+
+class ColdPages(Protocol):
+    """How pages without a resident slot are read.
+
+    Protocol, for every page: `fetch`, later `join`, compute, `release`. The pages of the next computation
+    are fetched before this one, so that they arrive meanwhile. A page whose `join` failed, or that is not
+    needed after all, is released like any other.
+    """
+
+    @property
+    def max_fetched(self) -> int:
+        """Pages that may be fetched and not yet released."""
+
+    def fetch(self, page: int) -> int:
+        """Begin to make a page readable. Returns: bytes that are copied for it.
+
+        Raises: ExpertPageError; the page is not fetched then.
+        """
+
+    def join(self, page: int) -> int:
+        """Address at which whatever is computed until `release` reads the page.
+
+        Raises: ExpertPageError.
+        """
+
+    def release(self, page: int) -> None:
+        """Nothing that is computed from now on reads the page."""
+
+    def close(self) -> None:
+        """No page is fetched any more; safe to call twice."""
+
+
+class StagedPages:
+    """Cold pages that pass through device slots.
+
+    Invariant: a slot that is READY in ExpertSlots holds exactly the bytes of its page.
+
+    Args:
+        memory: `[num_slots, page_bytes]` uint8 on the computing device; what it holds is lost.
+        read_page: from the pool.
+        copier: for that device.
+    """
+
+    def __init__(self, memory: Tensor, read_page: ReadPage, copier: Copier) -> None:
+        self._memory = memory
+        self._read_page = read_page
+        self._copier = copier
+        self._slots = ExpertSlots(len(memory))
+        self._copies: dict[int, Copy] = {}
+        """By page: those that are LOADING."""
+
+    @property
+    def max_fetched(self) -> int:
+        """See ColdPages."""
+        return len(self._memory)
+
+    def fetch(self, page: int) -> int:
+        """See ColdPages. A page that is in a slot already, or on its way to one, is not copied again."""
+        lease = self._slots.acquire(page)
+        if not lease.must_load:
+            return 0
+        target = self._memory[lease.slot]
+        try:
+            self._copies[page] = self._copier.start(partial(self._read_page, page), target)
+        except ExpertPageError:
+            self._slots.fail_load(page)
+            raise
+        return target.numel()
+
+    def join(self, page: int) -> int:
+        """See ColdPages."""
+        if page in self._copies:
+            copy = self._copies.pop(page)
+            try:
+                copy.join()
+            except ExpertPageError:
+                self._slots.fail_load(page)
+                raise
+            self._slots.finish_load(page)
+        return self._memory[self._slots.slot_of(page)].data_ptr()
+
+    def release(self, page: int) -> None:
+        """See ColdPages."""
+        if page in self._copies:
+            with contextlib.suppress(ExpertPageError):
+                self.join(page)
+        if self._slots.state_of(page) is not SlotState.FREE:
+            self._slots.release(page)
+
+    def close(self) -> None:
+        """See ColdPages."""
+        self._copier.close()
+
+    def check_integrity(self) -> None:
+        """Assert the invariants; for tests, while nothing computes."""
+        self._slots.check_integrity()
+        for page, slot in self._slots.ready_pages().items():
+            assert torch.equal(self._memory[slot].cpu(), self._read_page(page)), f"{page=} {slot=}"
+
+
+class DirectPages:
+    """Cold pages that are read in the pool itself, where the device can.
+
+    Args:
+        read_page: from the pool.
+        num_pages: of the pool.
+    """
+
+    def __init__(self, read_page: ReadPage, num_pages: int) -> None:
+        self._read_page = read_page
+        self._num_pages = num_pages
+
+    @property
+    def max_fetched(self) -> int:
+        """See ColdPages."""
+        return 2 * self._num_pages  # no bound: a layer's pages and the next ones'
+
+    def fetch(self, page: int) -> int:
+        """See ColdPages."""
+        return 0
+
+    def join(self, page: int) -> int:
+        """See ColdPages."""
+        return self._read_page(page).data_ptr()
+
+    def release(self, page: int) -> None:
+        """See ColdPages."""
+
+    def close(self) -> None:
+        """See ColdPages."""

@@ -1,0 +1,237 @@
+"""Cold path = hot path, in whatever order copies finish: no slot is read early, late or under another
+page."""
+
+import functools
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from actors.config import ShardConfig
+from actors.expert_tiers import TieredExpertSource, create_expert_source, load_resident, split_groups
+from actors.host_pool import HostPool, MappedPool
+from actors.staging import ColdPages, DirectPages, StagedPages, ThreadCopier
+from kernels.reference.experts import view_memory
+from model.expert_source import ExpertPageError, PageGroup
+from placement.plan import PlacementPlan, spread_evenly
+from tests.unit.actors.builders import create_contents, create_pool, map_pool
+
+EXPERTS_PER_LAYER = (6, 1, 9, 4)
+ALL_EXPERTS = [list(range(count)) for count in EXPERTS_PER_LAYER]
+NOTHING_HOT = PlacementPlan(tuple(() for _ in EXPERTS_PER_LAYER))
+CPU = torch.device("cpu")
+
+
+@functools.cache
+def shared_pool() -> HostPool:
+    return create_pool(create_contents(EXPERTS_PER_LAYER))
+
+
+class ScriptedCopier:
+    """Spoils a target when its copy starts and fills it at a random moment, the last one being `join`."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._under_way: list[ScriptedCopy] = []
+
+    def start(self, read: Callable[[], Tensor], target: Tensor) -> "ScriptedCopy":
+        source = read()
+        assert source.data_ptr() not in {copy.source.data_ptr() for copy in self._under_way}, "fetched twice"
+        target.fill_(0xEE)
+        copy = ScriptedCopy(self, source, target)
+        self._under_way.append(copy)
+        return copy
+
+    def close(self) -> None:
+        self.progress()
+
+    def progress(self) -> None:
+        """Finish some copies, in any order."""
+        for copy in self._rng.sample(self._under_way, self._rng.randint(0, len(self._under_way))):
+            self.finish(copy)
+
+    def finish(self, copy: "ScriptedCopy") -> None:
+        if copy in self._under_way:
+            copy.target.copy_(copy.source)
+            self._under_way.remove(copy)
+
+
+class ScriptedCopy:
+    def __init__(self, copier: ScriptedCopier, source: Tensor, target: Tensor) -> None:
+        self.source = source
+        self.target = target
+        self._copier = copier
+
+    def join(self) -> None:
+        self._copier.finish(self)
+
+
+def create_source(cold: ColdPages, plan: PlacementPlan, pool: MappedPool) -> TieredExpertSource:
+    copier = ThreadCopier()
+    resident = load_resident(pool, plan, copier, CPU)
+    copier.close()
+    return TieredExpertSource(pool.layout, pool.directory, plan, resident, cold)
+
+
+def create_staged_pages(
+    pool: MappedPool, copier: ScriptedCopier | ThreadCopier, num_slots: int
+) -> StagedPages:
+    memory = torch.full((num_slots, pool.layout.num_bytes), 0xDD, dtype=torch.uint8)
+    return StagedPages(memory, pool.read, copier)
+
+
+def assert_group_holds_its_pages(group: PageGroup, layer: int, pool: MappedPool) -> None:
+    for expert in group.experts:
+        held = view_memory(int(group.addresses[expert]), pool.layout.num_bytes, CPU)
+        assert torch.equal(held, pool.pages[pool.directory.index(layer, expert)]), f"{layer=} {expert=}"
+
+
+PLANS = st.tuples(*(st.sets(st.sampled_from(experts)) for experts in ALL_EXPERTS)).map(
+    lambda hot: PlacementPlan(tuple(tuple(sorted(experts)) for experts in hot))
+)
+FORWARDS = st.lists(
+    st.tuples(*(st.sets(st.sampled_from(experts)).map(sorted) for experts in ALL_EXPERTS)), max_size=4
+)
+
+
+@given(PLANS, FORWARDS, st.integers(2, 7), st.randoms(use_true_random=False))
+@settings(max_examples=150, deadline=None)
+def test_every_group_holds_its_pages_while_copies_finish_in_any_order(plan, forwards, num_slots, rng):
+    pool = map_pool(shared_pool())
+    copier = ScriptedCopier(rng)
+    staged = create_staged_pages(pool, copier, num_slots)
+    source = create_source(staged, plan, pool)
+    for forward in forwards:
+        for layer, experts in enumerate(forward):
+            streamed: list[int] = []
+            for group in source.stream(layer, experts):
+                assert_group_holds_its_pages(group, layer, pool)
+                copier.progress()
+                assert_group_holds_its_pages(group, layer, pool)
+                streamed += group.experts
+            assert streamed == experts
+            staged.check_integrity()
+
+
+@given(PLANS, FORWARDS, st.randoms(use_true_random=False))
+@settings(max_examples=50, deadline=None)
+def test_a_stream_that_is_abandoned_leaves_the_slots_to_the_next_one(plan, forwards, rng):
+    pool = map_pool(shared_pool())
+    copier = ScriptedCopier(rng)
+    staged = create_staged_pages(pool, copier, num_slots=2)
+    source = create_source(staged, plan, pool)
+    streams = []  # as a traceback would, keep them from ending when they are dropped
+    for forward in forwards:
+        for layer, experts in enumerate(forward):
+            streams.append(source.stream(layer, experts))
+            for group in streams[-1]:
+                assert_group_holds_its_pages(group, layer, pool)
+                if rng.random() < 0.5:
+                    break
+    for group in source.stream(2, ALL_EXPERTS[2]):
+        assert_group_holds_its_pages(group, 2, pool)
+    staged.check_integrity()
+
+
+@given(PLANS, FORWARDS, st.sampled_from(["staged", "direct"]), st.integers(2, 7))
+@settings(max_examples=30, deadline=None)
+def test_residency_and_staging_never_change_what_is_read(plan, forwards, staging, num_staging_slots):
+    pool = map_pool(shared_pool())
+    config = ShardConfig(staging=staging, num_staging_slots=num_staging_slots)
+    source = create_expert_source(pool, plan, config, CPU)
+    for forward in forwards:
+        for layer, experts in enumerate(forward):
+            groups = source.stream(layer, experts)
+            streamed = [(assert_group_holds_its_pages(g, layer, pool), *g.experts)[1:] for g in groups]
+            assert [expert for group in streamed for expert in group] == experts
+    source.close()
+
+
+def test_traffic_counts_hot_and_cold_uses_and_copied_bytes_once():
+    pool = map_pool(shared_pool())
+    source = create_expert_source(pool, spread_evenly(EXPERTS_PER_LAYER, 10), ShardConfig(), CPU)
+    assert [list(group.experts) for group in source.stream(0, [0, 2, 3, 4])] == [[0, 2], [3, 4]]
+    traffic = source.take_traffic()
+    assert (traffic.num_hot, traffic.num_cold) == (2, 2)
+    assert traffic.staged_bytes == 2 * pool.layout.num_bytes
+    list(source.stream(0, [3]))
+    again = source.take_traffic()
+    assert (again.num_hot, again.num_cold, again.staged_bytes) == (0, 1, 0)
+    source.close()
+
+
+class GatedPool:
+    """Reads of the pool that wait until the test lets them go."""
+
+    def __init__(self, pool: MappedPool) -> None:
+        self._pool = pool
+        self.gate = threading.Event()
+        self.started = threading.Event()
+
+    def read(self, page: int) -> Tensor:
+        self.started.set()
+        assert self.gate.wait(20)
+        return self._pool.read(page)
+
+
+def test_cold_pages_are_copied_while_the_hot_ones_before_them_compute():
+    pool = map_pool(shared_pool())
+    gated, copier = GatedPool(pool), ThreadCopier()
+    memory = torch.empty(2, pool.layout.num_bytes, dtype=torch.uint8)
+    plan = PlacementPlan(((0, 1), (), (), ()))
+    source = create_source(StagedPages(memory, gated.read, copier), plan, pool)
+    stream = source.stream(0, [0, 1, 2])
+    assert list(next(stream).experts) == [0, 1]
+    assert gated.started.wait(20)
+    gated.gate.set()
+    assert_group_holds_its_pages(next(stream), 0, pool)
+    copier.close()
+
+
+@pytest.mark.parametrize("staging", ["staged", "direct"])
+def test_a_corrupt_cold_page_fails_its_stream_and_no_other(staging):
+    owner = create_pool(create_contents(EXPERTS_PER_LAYER))
+    owner.page(owner.directory.index(2, 5))[0] ^= 1
+    pool = map_pool(owner)
+    source = create_expert_source(pool, NOTHING_HOT, ShardConfig(staging=staging, num_staging_slots=4), CPU)
+    for _ in range(3):
+        with pytest.raises(ExpertPageError, match="layer 2, expert 5"):
+            list(source.stream(2, ALL_EXPERTS[2]))
+        for layer in (0, 3):
+            for group in source.stream(layer, ALL_EXPERTS[layer]):
+                assert_group_holds_its_pages(group, layer, pool)
+    for group in source.stream(2, [0, 1, 2, 3, 4, 6, 7, 8]):
+        assert_group_holds_its_pages(group, 2, pool)
+    source.close()
+
+
+def test_a_corrupt_hot_page_is_found_at_start():
+    owner = create_pool(create_contents(EXPERTS_PER_LAYER))
+    owner.page(0)[0] ^= 1
+    with pytest.raises(ExpertPageError, match="layer 0, expert 0"):
+        create_expert_source(map_pool(owner), spread_evenly(EXPERTS_PER_LAYER, None), ShardConfig(), CPU)
+
+
+@given(st.sets(st.integers(0, 30)).map(sorted), st.sets(st.integers(0, 30)), st.integers(1, 5))
+@settings(deadline=None)
+def test_groups_keep_the_order_and_the_bound_and_start_with_what_is_hot(experts, hot, max_cold):
+    groups = split_groups(experts, hot, max_cold)
+    assert [expert for group in groups for expert in group.experts] == experts
+    assert all(group.cold == tuple(e for e in group.experts if e not in hot) for group in groups)
+    assert all(len(group.cold) <= max_cold for group in groups)
+    leading = [expert for expert in experts if all(other in hot for other in experts if other <= expert)]
+    assert not leading or list(groups[0].experts) == leading
+    # No group is cut early: all but the last one of those with cold pages are full.
+    assert all(len(group.cold) == max_cold for group in groups[:-1] if group.cold)
+
+
+def test_direct_pages_are_addressed_in_the_pool_itself():
+    pool = map_pool(shared_pool())
+    direct = DirectPages(pool.read, pool.directory.num_pages)
+    assert direct.fetch(7) == 0
+    assert direct.join(7) == pool.pages[7].data_ptr()
