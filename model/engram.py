@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.reference.engram import inject_engram
-from kernels.reference.engram_hash import engram_row_ids
+from kernels.reference.engram_hash import engram_row_ids, map_lookback
 from kernels.reference.linear import linear
 from kernels.reference.quantize import dequantize_fp8_rows, quantize_q8
 from model.config import ModelConfig
@@ -38,7 +38,6 @@ class Engram:
     ) -> None:
         self._config = config
         self._token_map = token_map
-        self._pad = int(token_map[config.engram_pad_token_id])
         self._hash = EngramHash.from_config(config)
         self._collectives = collectives
         self._accumulate = numerics.accumulate
@@ -53,7 +52,7 @@ class Engram:
         Returns: `[num_tokens, num_columns]` int64, on the CPU.
         """
         constants = self._hash.layers[layer]
-        mapped = torch.where(lookback >= 0, self._token_map[lookback.clamp_min(0)], self._pad)
+        mapped = map_lookback(lookback, self._token_map, self._config.engram_pad_token_id)
         return engram_row_ids(mapped, constants.multipliers, constants.moduli, constants.offsets)
 
     def inject(self, layer: int, weights: EngramWeights, stream: Tensor, lookback: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Write a tiny checkpoint in exactly the released layout: for tests, and to start without the release.
 
-    python -m model.tiny --out DIR [--seed N] [--variant A|A_smooth|B|wide]
+    python -m model.tiny --out DIR [--seed N] [--variant A|A_smooth|B|long|wide|wide_smooth]
     python -m model.tiny --cache [--seed N] [--variant ...]
 
 Source: `spec/model.md` section 13 and appendix B.
@@ -28,7 +28,10 @@ from model.inventory import StoredDtype, TensorSpec, expected_tensors
 from model.tiny_tokenizer import write_tokenizer
 from model.tiny_weights import make_tensors
 
-Variant = Literal["A", "A_smooth", "B", "wide"]
+Variant = Literal["A", "A_smooth", "B", "long", "wide", "wide_smooth"]
+
+EMBEDDED_VARIANT: Variant = "long"
+"""The one that is served when no checkpoint is configured."""
 
 FORMAT_VERSION = 1
 """Part of the cache folder's name; raise it when the same variant and seed would give other files."""
@@ -103,28 +106,33 @@ _TEXT_CONFIG: dict[str, Any] = {
 }
 """`text_config` of variant A."""
 
+# No discrete choice is left in short prompts: every entry, block and expert is selected.
+_SMOOTH: dict[str, Any] = {
+    "index_topk": 70,
+    "candidate_topk_blocks": 64,
+    "num_experts_per_tok": 8,
+    "dspark_num_experts_per_tok": 4,
+}
+# Everything that is cut over ranks can be cut into eight parts of whole heads, groups, experts, tiles and Engram
+# look-up columns.
+_WIDE: dict[str, Any] = {
+    "num_attention_heads": 8,
+    "o_groups": 8,
+    "index_n_heads": 8,
+    "moe_intermediate_size": 256,
+    "engram_n_heads": 8,
+    "engram_num_embeddings": [3828, 7078],
+    "dspark_n_routed_experts": 8,
+}
 _VARIANT_CHANGES: dict[Variant, dict[str, Any]] = {
     "A": {},
-    # No discrete choice is left in short prompts: every entry, block and expert is selected.
-    "A_smooth": {
-        "index_topk": 70,
-        "candidate_topk_blocks": 64,
-        "num_experts_per_tok": 8,
-        "dspark_num_experts_per_tok": 4,
-    },
+    "A_smooth": _SMOOTH,
     # A second ratio-1 KV source.
     "B": {"kv_source_layer_ids": [2, 4, 6, 9], "index_source_layer_ids": [2, 4, 6, 8, 9, 10]},
-    # Everything that is cut over ranks can be cut into eight parts of whole heads, groups, experts, tiles and
-    # Engram look-up columns.
-    "wide": {
-        "num_attention_heads": 8,
-        "o_groups": 8,
-        "index_n_heads": 8,
-        "moe_intermediate_size": 256,
-        "engram_n_heads": 8,
-        "engram_num_embeddings": [3828, 7078],
-        "dspark_n_routed_experts": 8,
-    },
+    # Room for chats, where a byte is a token. No weight depends on it.
+    "long": {"max_position_embeddings": 8192},
+    "wide": _WIDE,
+    "wide_smooth": _WIDE | _SMOOTH | {"dspark_num_experts_per_tok": 8},
 }
 
 
@@ -172,7 +180,7 @@ def write_tiny_checkpoint(directory: Path, variant: Variant = "A", seed: int = 0
     _write_shards(directory, expected_tensors(config), variant, seed)
 
 
-def cached_tiny_checkpoint(variant: Variant = "A", seed: int = 0) -> Path:
+def cached_tiny_checkpoint(variant: Variant = EMBEDDED_VARIANT, seed: int = 0) -> Path:
     """Folder of the variant in the user's cache directory, written first if it is not there.
 
     Safe against a concurrent or killed writer: the folder appears complete, by one rename.
@@ -237,13 +245,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     where.add_argument("--out", type=Path, metavar="DIR", help="folder to write; must be empty or absent")
     where.add_argument("--cache", action="store_true", help="keep it in the user's cache, write it once")
     parser.add_argument("--seed", type=int, default=0, help="0 (default): the weights of the specification")
-    parser.add_argument("--variant", choices=get_args(Variant), default="A")
+    parser.add_argument("--variant", choices=get_args(Variant), help="default: A, long in the cache")
     arguments = parser.parse_args(argv)
     if arguments.cache:
-        directory = cached_tiny_checkpoint(arguments.variant, arguments.seed)
+        directory = cached_tiny_checkpoint(arguments.variant or EMBEDDED_VARIANT, arguments.seed)
     else:
         directory = arguments.out
-        write_tiny_checkpoint(directory, arguments.variant, arguments.seed)
+        write_tiny_checkpoint(directory, arguments.variant or "A", arguments.seed)
     print(directory)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from model.tiny import write_tiny_checkpoint
+from model.tiny import Variant, write_tiny_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -15,11 +15,20 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+class TinyCheckpoints(dict[str, Path]):
+    """Folders by variant, seed 0, written when first asked for."""
+
+    def __init__(self, directory: Path, written: dict[str, Path]) -> None:
+        super().__init__(written)
+        self._directory = directory
+
+    def __missing__(self, variant: Variant) -> Path:
+        self[variant] = self._directory / variant
+        write_tiny_checkpoint(self[variant], variant)
+        return self[variant]
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoints(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of all variants, seed 0. Shared, read only."""
-    folders = {"A": tiny_checkpoint}
-    for variant in ("A_smooth", "B", "wide"):
-        folders[variant] = tmp_path_factory.mktemp("tiny") / variant
-        write_tiny_checkpoint(folders[variant], variant)
-    return folders
+    return TinyCheckpoints(tmp_path_factory.mktemp("tiny"), {"A": tiny_checkpoint})
