@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import deepseek_recipe as recipe
 from pydantic import BaseModel
 
 from actors.messages import RequestOutput
 from deployment.errors import InvalidRequestError
-from deployment.generation import OutputReader, ReplyHeader, make_usage
+from deployment.generation import OutputReader, Piece, ReplyHeader, make_usage
 from deployment.logprobs import AlignedToken, TokenAligner, chat_logprobs
 from deployment.openai_types import (
     ChatChoice,
@@ -32,8 +31,8 @@ from deployment.tokenizer import Detokenizer, Tokenizer
 VENDOR_MODEL_NAME = "DeepSeek-V4.1-Flash"
 Channel = Literal["reasoning_content", "content"]
 CHANNELS: tuple[Channel, ...] = ("reasoning_content", "content")
-DROPPED_BY_PARSER = re.compile(r"(?:\n|</think>)*")
-"""What the vendor's parser may leave out between two texts that it gives."""
+DROPPED_MARKER: str = recipe.SpecialToken.ThinkingEnd.default_str()
+"""What the vendor's parser leaves out of a reply, besides some newlines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +93,10 @@ class ReplyParser:
         self._processor.push(recipe.InferenceChunk.ready())
         self.finish_reason: str | None = None
         """Set when the reply is over."""
-        self.num_reasoning_tokens: int | None = None
-        """Set with `finish_reason`, in thinking mode."""
 
-    def push(self, text: str, num_tokens: int) -> list[ParsedText]:
-        """Add text that `num_tokens` tokens made."""
-        return self._read(self._processor.push(recipe.InferenceChunk.text(text, num_tokens)))
+    def push(self, text: str) -> list[ParsedText]:
+        """Add text."""
+        return self._read(self._processor.push(recipe.InferenceChunk.text(text)))
 
     def finish(self, finish_reason: str) -> list[ParsedText]:
         """End the reply for the engine's reason."""
@@ -113,15 +110,12 @@ class ReplyParser:
     def _read(self, chunks: list[recipe.ChatCompletionChunk]) -> list[ParsedText]:
         parsed = []
         for chunk in chunks:
-            event: dict[str, Any] = json.loads(chunk.to_json())
-            [choice] = event["choices"]
+            [choice] = json.loads(chunk.to_json())["choices"]
             parsed += [
                 ParsedText(channel, text) for channel in CHANNELS if (text := choice["delta"].get(channel))
             ]
             if choice["finish_reason"] is not None:
                 self.finish_reason = choice["finish_reason"]
-                details = event["usage"].get("completion_tokens_details") or {}
-                self.num_reasoning_tokens = details.get("reasoning_tokens")
         return parsed
 
 
@@ -138,8 +132,9 @@ class ChatReply:
         self._tokenizer = tokenizer
         self._reader = OutputReader(Detokenizer(tokenizer, show_markers=True))
         self._parser = ReplyParser(prompt.conversation)
-        self._num_parsed_tokens = 0
-        self._aligner = TokenAligner(DROPPED_BY_PARSER) if request.num_logprobs is not None else None
+        self._num_reasoning_tokens = 0
+        """Tokens up to the last one that gave reasoning."""
+        self._aligner = TokenAligner(DROPPED_MARKER) if request.num_logprobs is not None else None
 
     @property
     def is_finished(self) -> bool:
@@ -150,17 +145,11 @@ class ChatReply:
         """Add an engine output."""
         texts: list[ParsedText] = []
         for piece in self._reader.read(output):
-            if self._aligner:
-                self._aligner.push(piece.text, piece.token)
-            if piece.text:
-                texts += self._parser.push(piece.text, self._reader.num_tokens - self._num_parsed_tokens)
-                self._num_parsed_tokens = self._reader.num_tokens
+            texts += self._parse(piece)
             if self.is_finished:
                 break
         if output.finish_reason is not None and not self.is_finished:
-            texts += self._parser.finish(output.finish_reason)
-        if self._aligner:
-            texts = [replace(text, tokens=self._aligner.take(text.text)) for text in texts]
+            texts += self._with_tokens(self._parser.finish(output.finish_reason))
         return texts or None
 
     def opening_chunks(self) -> list[BaseModel]:
@@ -195,6 +184,19 @@ class ChatReply:
         )
         return ChatCompletion(**asdict(self._header), choices=[choice], usage=self._usage())
 
+    def _parse(self, piece: Piece) -> list[ParsedText]:
+        if self._aligner:
+            self._aligner.push(piece.text, piece.token)
+        texts = self._parser.push(piece.text) if piece.text else []
+        if any(text.channel == "reasoning_content" for text in texts):
+            self._num_reasoning_tokens = self._reader.num_tokens
+        return self._with_tokens(texts)
+
+    def _with_tokens(self, texts: list[ParsedText]) -> list[ParsedText]:
+        if self._aligner is None:
+            return texts
+        return [replace(text, tokens=self._aligner.take(text.text)) for text in texts]
+
     def _chunk(
         self, delta: ChatDelta, *, logprobs: ChatLogprobs | None = None, finish_reason: str | None = None
     ) -> ChatCompletionChunk:
@@ -216,9 +218,9 @@ class ChatReply:
         return chat_logprobs(self._tokenizer, tokens)
 
     def _usage(self) -> Usage:
-        reasoning = self._parser.num_reasoning_tokens
-        details = None if reasoning is None else CompletionTokensDetails(reasoning_tokens=reasoning)
-        return make_usage(self._num_prompt_tokens, self._reader.num_tokens, details)
+        details = CompletionTokensDetails(reasoning_tokens=self._num_reasoning_tokens)
+        details_if_any = details if self._is_thinking else None
+        return make_usage(self._num_prompt_tokens, self._reader.num_tokens, details_if_any)
 
 
 def _join(texts: list[ParsedText], channel: Channel) -> str:

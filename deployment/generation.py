@@ -161,11 +161,13 @@ class Generation(Generic[_D]):
     ) -> AsyncGenerator[bytes, None]:
         """The stream; what fails once it has begun becomes an event of it."""
         try:
-            yield b"".join(map(_event, self._reply.opening_chunks()))
+            opening = self._reply.opening_chunks()
             async for delta in _chain(first, rest):
-                if delta is not None:
-                    yield _event(self._reply.chunk(delta))
-            yield b"".join(map(_event, self._reply.closing_chunks()))
+                chunks = opening if delta is None else [*opening, self._reply.chunk(delta)]
+                opening = []
+                if chunks:
+                    yield _events_of(chunks)
+            yield _events_of(self._reply.closing_chunks())
         except ApiError as error:
             yield _data(error_body(error))
         except Exception:
@@ -174,8 +176,8 @@ class Generation(Generic[_D]):
         yield _data(b"[DONE]")
 
 
-def _event(chunk: BaseModel) -> bytes:
-    return _data(chunk.model_dump_json().encode())
+def _events_of(chunks: list[BaseModel]) -> bytes:
+    return b"".join(_data(chunk.model_dump_json().encode()) for chunk in chunks)
 
 
 def _data(data: bytes) -> bytes:

@@ -14,7 +14,9 @@ from deployment.tokenizer import Tokenizer
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 
-NOTHING = re.compile("")
+MASK = "\ud800"
+"""Stands for each character of a dropped marker: no text has it, since UTF-8 does not."""
+DROPPED = re.compile(f"[\n{MASK}]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +28,19 @@ class AlignedToken:
 
 
 class TokenAligner:
-    """Finds the tokens of released text, while text is held back, cut off or dropped on its way.
+    """Finds the tokens of released text, while other text is held back, cut off or dropped on its way.
 
-        | taken or dropped | droppable | released now | to be released |
-        0                  _start                                      end
+    Dropped are a marker, wherever it is, and newlines.
+
+        | taken or dropped | dropped now | released now | to be released |
+        0                  _start                                        end
 
     Invariant: `_pending` is the text between `_start` and the end, and `_tokens` are the tokens that begin in
     it. A token is taken with the first released character of its text, or of the character it is a part of.
     """
 
-    def __init__(self, droppable: re.Pattern[str] = NOTHING) -> None:
-        self._droppable = droppable
+    def __init__(self, marker: str = "") -> None:
+        self._marker = marker
         self._tokens: deque[AlignedToken] = deque()
         self._pending = ""
         self._start = 0
@@ -46,28 +50,42 @@ class TokenAligner:
         if token is not None:
             self._tokens.append(AlignedToken(token, self._start + len(self._pending)))
         self._pending += text
+        if self._marker:
+            self._pending = self._pending.replace(self._marker, MASK * len(self._marker))
 
     def take(self, released: str) -> list[AlignedToken]:
-        """The tokens of text that is released now; those of what was dropped before it are forgotten."""
+        """The tokens of text that is released now; those of what was dropped before it are forgotten.
+
+        NOTE: after the marker has been masked, only newlines look alike, dropped or not.
+        """
         begin = self._pending.find(released)
-        while begin > 0 and not self._droppable.fullmatch(self._pending, 0, begin):
+        while begin > 0 and not DROPPED.fullmatch(self._pending, 0, begin):
             begin = self._pending.find(released, begin + 1)
         assert begin >= 0, f"{released=} is not in {self._pending=}"
-        self._discard(self._start + begin)
-        taken = self._discard(self._start + begin + len(released))
+        self._forget_before(self._start + begin)
+        taken = self._pop_before(self._start + begin + len(released))
         self._pending = self._pending[begin + len(released) :]
         self._start += begin + len(released)
         return taken
 
     def take_rest(self) -> list[AlignedToken]:
         """All tokens not taken yet: those that added no text at the end of a reply."""
-        return self._discard(self._start + len(self._pending) + 1)
+        return self._pop_before(self._start + len(self._pending) + 1)
 
-    def _discard(self, end: int) -> list[AlignedToken]:
-        discarded = []
+    def _forget_before(self, begin: int) -> None:
+        """Forget the tokens that end before `begin`; one that goes on after it is not dropped whole."""
+        while self._tokens and self._tokens[0].offset < begin:
+            end_of_text = self._start + len(self._pending)
+            end = self._tokens[1].offset if len(self._tokens) > 1 else end_of_text
+            if end > begin:
+                return
+            self._tokens.popleft()
+
+    def _pop_before(self, end: int) -> list[AlignedToken]:
+        popped = []
         while self._tokens and self._tokens[0].offset < end:
-            discarded.append(self._tokens.popleft())
-        return discarded
+            popped.append(self._tokens.popleft())
+        return popped
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[AlignedToken]) -> list[ChatTokenLogprob]:

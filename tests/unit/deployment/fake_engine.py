@@ -44,7 +44,7 @@ class FakeEngine:
                     await asyncio.Event().wait()
                 if isinstance(step, Exception):
                     raise step
-                yield _addressed_to(request, step)
+                yield address(step, request.request_id, request.sampling.num_logprobs)
         finally:
             self.closed.set()
 
@@ -54,19 +54,24 @@ class FakeEngine:
 
 def create_script(
     *steps: Sequence[int], finish_reason: FinishReason = "length", stop_token_id: int | None = None
-) -> list[Step]:
+) -> list[RequestOutput]:
     """Outputs with these token ids; the last one ends the request.
 
     The log-probability of a token is minus its id; its rivals are itself and the ids above it.
     """
-    outputs = [RequestOutput("", tokens=[SampledToken(token_id) for token_id in step]) for step in steps]
+    outputs = list(map(create_output, steps))
     last = msgspec.structs.replace(outputs[-1], finish_reason=finish_reason, stop_token_id=stop_token_id)
     return [*outputs[:-1], last]
 
 
-def _addressed_to(request: AddRequest, output: RequestOutput) -> RequestOutput:
-    tokens = [_with_logprobs(token.token_id, request.sampling.num_logprobs) for token in output.tokens]
-    return msgspec.structs.replace(output, request_id=request.request_id, tokens=tokens)
+def create_output(token_ids: Sequence[int]) -> RequestOutput:
+    return RequestOutput("", tokens=list(map(SampledToken, token_ids)))
+
+
+def address(output: RequestOutput, request_id: str, num_logprobs: int | None) -> RequestOutput:
+    """A step of a script as the output that answers a request."""
+    tokens = [_with_logprobs(token.token_id, num_logprobs) for token in output.tokens]
+    return msgspec.structs.replace(output, request_id=request_id, tokens=tokens)
 
 
 def _with_logprobs(token_id: int, num_logprobs: int | None) -> SampledToken:
@@ -76,12 +81,12 @@ def _with_logprobs(token_id: int, num_logprobs: int | None) -> SampledToken:
     return SampledToken(token_id, logprob=-float(token_id), top_logprobs=rivals)
 
 
-def end_of_turn(*steps: Sequence[int]) -> list[Step]:
+def end_of_turn(*steps: Sequence[int]) -> list[RequestOutput]:
     """A reply that the model ends itself."""
     return create_script(*steps, [EOS_ID], finish_reason="stop", stop_token_id=EOS_ID)
 
 
-def refusal(error: RequestError) -> list[Step]:
+def refusal(error: RequestError) -> list[RequestOutput]:
     return [RequestOutput("", finish_reason="error", error=error)]
 
 
