@@ -37,12 +37,11 @@ LOCAL_ENVIRONMENT = {
 
 def main() -> None:
     """Become `serve run`."""
-    for name, value in LOCAL_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     if sys.platform == "linux":
         end_with_parent()
     serve = Path(sys.executable).with_name("serve")
-    os.execv(serve, [str(serve), "run", *(sys.argv[1:] or ["serve_config.yaml"])])
+    arguments = sys.argv[1:] or ["serve_config.yaml"]
+    os.execve(serve, [str(serve), "run", *arguments], LOCAL_ENVIRONMENT | os.environ)
 
 
 def end_with_parent() -> None:
