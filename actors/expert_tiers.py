@@ -17,7 +17,7 @@ from actors.messages import ExpertTraffic
 from actors.page_directory import PageDirectory
 from actors.staging import ColdPages, Copier, DirectPages, StagedPages, create_copier
 from kernels.formats import PageLayout
-from model.expert_source import PageGroup
+from model.expert_source import ExpertPageError, PageGroup
 from placement.plan import PlacementPlan
 
 
@@ -101,6 +101,7 @@ class TieredExpertSource:
         for layer, hot in enumerate(plan.hot_experts):
             self._table.update(layer, {expert: next(slots).data_ptr() for expert in hot})
         self._counts = _Counts()
+        self._failures: list[str] = []
         self._last: Generator[PageGroup, None, None] | None = None
 
     @property
@@ -120,6 +121,11 @@ class TieredExpertSource:
         counts, self._counts = self._counts, _Counts()
         return ExpertTraffic(**asdict(counts))
 
+    def take_failures(self) -> list[str]:
+        """Which pages could not be read, and why, since the last call."""
+        failures, self._failures = self._failures, []
+        return failures
+
     def close(self) -> None:
         """End the copies; safe to call twice."""
         if self._last is not None:
@@ -129,28 +135,60 @@ class TieredExpertSource:
     def _stream(self, layer: int, groups: Sequence[Group]) -> Generator[PageGroup, None, None]:
         ahead = deque(groups)
         fetched: set[int] = set()
+        failed: set[int] = set()
         try:
             for group in groups:
                 while ahead and len(fetched) + len(ahead[0].cold) <= self._cold.max_fetched:
                     for page in self._pages(layer, ahead.popleft()):
-                        self._counts.staged_bytes += self._cold.fetch(page)
-                        fetched.add(page)
-                self._join(layer, group)
-                yield PageGroup(group.experts, self._table.row(layer))
-                for page in self._pages(layer, group):
+                        if self._fetch(page):
+                            fetched.add(page)
+                        else:
+                            failed.add(page)
+                failed |= self._join(layer, group, skip=failed)
+                yield self._page_group(layer, group, failed)
+                for page in fetched.intersection(self._pages(layer, group)):
                     self._cold.release(page)
                     fetched.remove(page)
         finally:
             for page in fetched:
                 self._cold.release(page)
 
-    def _join(self, layer: int, group: Group) -> None:
+    def _fetch(self, page: int) -> bool:
+        """Begin to make a page readable. Returns: whether that went well so far."""
+        try:
+            self._counts.staged_bytes += self._cold.fetch(page)
+        except ExpertPageError as error:
+            self._failures.append(str(error))
+            return False
+        return True
+
+    def _join(self, layer: int, group: Group, skip: Container[int]) -> set[int]:
+        """Wait for a group's cold pages and enter their addresses. Returns: pages that failed."""
         start = time.perf_counter()
-        addresses = [self._cold.join(page) for page in self._pages(layer, group)]
+        addresses: dict[int, int] = {}
+        failed: set[int] = set()
+        for expert in group.cold:
+            page = self._directory.index(layer, expert)
+            if page in skip:
+                continue
+            try:
+                addresses[expert] = self._cold.join(page)
+            except ExpertPageError as error:
+                self._failures.append(str(error))
+                failed.add(page)
         self._counts.stall_s += time.perf_counter() - start
         self._counts.num_cold += len(group.cold)
         self._counts.num_hot += len(group.experts) - len(group.cold)
-        self._table.update(layer, dict(zip(group.cold, addresses, strict=True)))
+        self._table.update(layer, addresses)
+        return failed
+
+    def _page_group(self, layer: int, group: Group, failed: Container[int]) -> PageGroup:
+        lost = tuple(e for e in group.cold if self._directory.index(layer, e) in failed)
+        return PageGroup(
+            experts=tuple(e for e in group.experts if e not in lost),
+            failed=lost,
+            addresses=self._table.row(layer),
+        )
 
     def _pages(self, layer: int, group: Group) -> list[int]:
         return [self._directory.index(layer, expert) for expert in group.cold]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from actors.expert_tiers import TieredExpertSource
 from actors.messages import (
     SampledToken,
     ScheduledSequence,
@@ -17,6 +21,8 @@ from model.kv_cache import CacheGeometry
 from model.sampler import sample
 from model.transformer import Transformer
 
+logger = logging.getLogger(__name__)
+
 
 class ShardRunner:
     """Runs steps on one rank.
@@ -26,12 +32,20 @@ class ShardRunner:
 
     Args:
         transformer: this rank's model.
+        experts: what the model reads pages from.
         geometry: of its caches.
         device: where it computes.
     """
 
-    def __init__(self, transformer: Transformer, geometry: CacheGeometry, device: torch.device) -> None:
+    def __init__(
+        self,
+        transformer: Transformer,
+        experts: TieredExpertSource,
+        geometry: CacheGeometry,
+        device: torch.device,
+    ) -> None:
         self._transformer = transformer
+        self._experts = experts
         self._geometry = geometry
         self._device = device
 
@@ -44,13 +58,16 @@ class ShardRunner:
         rows = [_to_rows(s) for s in step.sequences]
         batch = ForwardBatch.build(rows, self._transformer.config, self._geometry, self._device)
         hidden = self._transformer.forward(batch)
+        failures = self._experts.take_failures()
+        for failure in failures:
+            logger.error("step %d: %s", step.step_id, failure)
         asking = [i for i, s in enumerate(step.sequences) if s.sampling is not None]
         outputs = [SequenceOutput() for _ in step.sequences]
         if not asking:
             return outputs
         logits = self._transformer.logits(hidden.normed[batch.last_rows[asking]])
         for row, index in zip(logits, asking, strict=True):
-            outputs[index] = _sample(row, step.sequences[index])
+            outputs[index] = _sample(row, step.sequences[index], failures)
         return outputs
 
 
@@ -65,11 +82,13 @@ def _to_rows(sequence: ScheduledSequence) -> SequenceRows:
     )
 
 
-def _sample(logits: Tensor, sequence: ScheduledSequence) -> SequenceOutput:
+def _sample(logits: Tensor, sequence: ScheduledSequence, failures: Sequence[str]) -> SequenceOutput:
+    """Sample one sequence's token; `failures` are what may explain that there is none."""
     assert sequence.sampling is not None, f"{sequence=}"
     position = sequence.start_position + len(sequence.token_ids) - 1
     choice = sample(logits, sequence.sampling, position)
     if choice is None:
-        return SequenceOutput(error=f"the model gave non-finite logits at position {position}")
+        problem = f"The model gave non-finite logits at position {position}."
+        return SequenceOutput(error=" ".join((problem, *failures)))
     top = [TokenLogprob(token_id, logprob) for token_id, logprob in choice.top_logprobs]
     return SequenceOutput(token=SampledToken(choice.token_id, choice.logprob, top))

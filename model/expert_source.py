@@ -15,7 +15,7 @@ from kernels.formats import PageLayout
 
 
 class ExpertPageError(RuntimeError):
-    """A page that could not be read or whose checksum differs; fails the requests that need it."""
+    """A page that could not be read or whose checksum differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,8 @@ class PageGroup:
 
     experts: Sequence[int]
     """Local expert indices, ascending."""
+    failed: Sequence[int]
+    """Local expert indices whose pages cannot be read: what they should have computed has no value."""
     addresses: Tensor
     """`[num_local_experts]` int64 on the compute device: byte address of each page; only those in `experts` count."""
 
@@ -34,7 +36,10 @@ class ExpertSource(Protocol):
     Protocol: `stream` is called once per MoE layer and forward, in layer order, and its iterator is exhausted
     before the next call. A yielded group's pages hold exactly their experts' bytes until the next group is asked for
     or the iterator ends; copies for later groups run meanwhile. Every needed expert appears in exactly one group,
-    and the concatenation of all groups ascends. `layer` counts draft stages after the backbone.
+    as one of its `experts` or as `failed`, and the concatenation of all groups' experts ascends. `layer` counts
+    draft stages after the backbone.
+
+    A page that fails does not raise: the ranks of a forward have to go on together, with or without it.
     """
 
     @property
@@ -42,7 +47,4 @@ class ExpertSource(Protocol):
         """Byte layout of every page."""
 
     def stream(self, layer: int, experts: Sequence[int]) -> Iterator[PageGroup]:
-        """Yield the pages of `experts` (local indices, ascending) in as many groups as the slots need.
-
-        Raises: ExpertPageError if a page cannot be read or is corrupt.
-        """
+        """Yield the pages of `experts` (local indices, ascending) in as many groups as the slots need."""

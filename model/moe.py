@@ -43,8 +43,8 @@ class MixtureOfExperts:
             layer: layer id, draft stages after the backbone.
             weights: router and shared expert.
             x: `[num_tokens, hidden]` bf16, normalised.
-        Returns: `[num_tokens, hidden]` bf16, complete on every rank.
-        Raises: ExpertPageError if a needed page cannot be read.
+        Returns: `[num_tokens, hidden]` bf16, complete on every rank; NaN for a token that needed a page which
+            cannot be read.
         """
         config, accumulate = self._config, self._numerics.accumulate
         topk_idx, topk_weights = route(
@@ -63,6 +63,9 @@ class MixtureOfExperts:
         needed = [expert - local.start for expert in chosen if expert in local]
         out = topk_weights.new_zeros(*topk_idx.shape, x.shape[1])
         for group in self._experts.stream(layer, needed):
+            # NaN reaches the logits of exactly the sequences that needed the page, on every rank.
+            for expert in group.failed:
+                out[topk_idx == local.start + expert] = torch.nan
             expert_mlp(
                 x,
                 topk_idx,

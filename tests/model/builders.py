@@ -56,7 +56,7 @@ class PlainExpertSource:
     def stream(self, layer: int, experts: Sequence[int]) -> Iterator[PageGroup]:
         addresses = torch.tensor([page.data_ptr() for page in self._pages[layer]])
         for start in range(0, len(experts), self._group_size):
-            yield PageGroup(experts[start : start + self._group_size], addresses)
+            yield PageGroup(experts[start : start + self._group_size], (), addresses)
 
 
 def _scaled(part: slice, divisor: int) -> slice:

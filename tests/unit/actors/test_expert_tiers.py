@@ -194,19 +194,20 @@ def test_cold_pages_are_copied_while_the_hot_ones_before_them_compute():
 
 
 @pytest.mark.parametrize("staging", ["staged", "direct"])
-def test_a_corrupt_cold_page_fails_its_stream_and_no_other(staging):
+def test_a_corrupt_cold_page_is_reported_as_failed_and_no_other_is(staging):
     owner = create_pool(create_contents(EXPERTS_PER_LAYER))
     owner.page(owner.directory.index(2, 5))[0] ^= 1
     pool = map_pool(owner)
     source = create_expert_source(pool, NOTHING_HOT, ShardConfig(staging=staging, num_staging_slots=4), CPU)
     for _ in range(3):
-        with pytest.raises(ExpertPageError, match="layer 2, expert 5"):
-            list(source.stream(2, ALL_EXPERTS[2]))
-        for layer in (0, 3):
+        failed = []
+        for layer in (0, 2, 3):
             for group in source.stream(layer, ALL_EXPERTS[layer]):
                 assert_group_holds_its_pages(group, layer, pool)
-    for group in source.stream(2, [0, 1, 2, 3, 4, 6, 7, 8]):
-        assert_group_holds_its_pages(group, 2, pool)
+                failed += [(layer, expert) for expert in group.failed]
+        assert failed == [(2, 5)]
+        (message,) = source.take_failures()
+        assert "layer 2, expert 5" in message
     source.close()
 
 
