@@ -44,7 +44,7 @@ class ShardRunner:
         geometry: CacheGeometry,
         device: torch.device,
     ) -> None:
-        self._transformer = transformer
+        self.transformer = transformer
         self._experts = experts
         self._geometry = geometry
         self._device = device
@@ -56,8 +56,8 @@ class ShardRunner:
         Returns: one output per scheduled sequence, in order.
         """
         rows = [_to_rows(s) for s in step.sequences]
-        batch = ForwardBatch.build(rows, self._transformer.config, self._geometry, self._device)
-        hidden = self._transformer.forward(batch)
+        batch = ForwardBatch.build(rows, self.transformer.config, self._geometry, self._device)
+        hidden = self.transformer.forward(batch)
         failures = self._experts.take_failures()
         for failure in failures:
             logger.error("step %d: %s", step.step_id, failure)
@@ -65,7 +65,7 @@ class ShardRunner:
         outputs = [SequenceOutput() for _ in step.sequences]
         if not asking:
             return outputs
-        logits = self._transformer.logits(hidden.normed[batch.last_rows[asking]])
+        logits = self.transformer.logits(hidden.normed[batch.last_rows[asking]])
         for row, index in zip(logits, asking, strict=True):
             outputs[index] = _sample(row, step.sequences[index], failures)
         return outputs

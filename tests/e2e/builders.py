@@ -1,0 +1,147 @@
+"""Builders of a whole engine in one process: scheduler, runner and model, one rank, no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from actors.config import ShardConfig
+from actors.expert_tiers import TieredExpertSource, create_expert_source
+from actors.host_pool import HostPool, MappedPool, pool_contents
+from actors.messages import AddRequest, SamplingParams, StepInput, StepOutput
+from actors.shard_runner import ShardRunner
+from deployment.config import SchedulerConfig
+from deployment.engine import Engine
+from deployment.limits import SchedulerLimits
+from deployment.scheduler import Scheduler
+from model.checkpoint import Checkpoint
+from model.engram_map import load_token_map
+from model.expert_pages import fill_page
+from model.kv_cache import CacheGeometry, KvCaches
+from model.numerics import Numerics
+from model.parallel import Collectives, ParallelLayout
+from model.transformer import Transformer
+from model.weights import ModelWeights, load_weights
+from placement.plan import PlacementPlan, spread_evenly
+
+CPU = torch.device("cpu")
+ONE_RANK = ParallelLayout()
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """What several engines over one checkpoint can share."""
+
+    directory: Path
+    checkpoint: Checkpoint
+    weights: ModelWeights
+    pool: HostPool
+    token_map: Tensor
+
+
+def load_model(directory: Path, numerics: Numerics) -> LoadedModel:
+    """Weights and a filled host pool of one rank."""
+    checkpoint = Checkpoint.open(directory)
+    config = checkpoint.config.text_config
+    pool = HostPool(pool_contents(checkpoint.content_hash, config, ONE_RANK))
+    for page in range(pool.directory.num_pages):
+        layer, expert = pool.directory.locate(page)
+        fill_page(pool.page(page), checkpoint, config, ONE_RANK, layer, expert)
+        pool.seal(page)
+    pool.complete()
+    weights = load_weights(checkpoint, config, ONE_RANK, CPU, numerics.accumulate)
+    return LoadedModel(directory, checkpoint, weights, pool, load_token_map(directory, config))
+
+
+class InProcessExecutor:
+    """The executor of one rank in this process."""
+
+    def __init__(self, runner: ShardRunner, experts: TieredExpertSource) -> None:
+        self._runner = runner
+        self._experts = experts
+
+    def execute(self, step: StepInput) -> StepOutput:
+        return StepOutput(step.step_id, self._runner.run_step(step), self._experts.take_traffic())
+
+    def shutdown(self) -> None:
+        self._experts.close()
+
+
+def create_runner(
+    model: LoadedModel,
+    limits: SchedulerLimits,
+    shard: ShardConfig,
+    numerics: Numerics,
+    plan: PlacementPlan | None = None,
+) -> tuple[ShardRunner, TieredExpertSource]:
+    """A rank over `model` with its own caches and device slots."""
+    config = model.checkpoint.config.text_config
+    mapped = MappedPool(model.pool.region, model.pool.region.contents)
+    plan = plan or spread_evenly(mapped.directory.experts_per_layer, shard.max_resident_pages)
+    experts = create_expert_source(mapped, plan, shard, CPU)
+    geometry = CacheGeometry(limits.max_num_seqs, limits.num_blocks, limits.block_size)
+    transformer = Transformer(
+        config,
+        model.weights,
+        ONE_RANK,
+        Collectives(ONE_RANK),
+        experts,
+        KvCaches(config, geometry, numerics.accumulate, CPU),
+        model.token_map,
+        numerics,
+    )
+    return ShardRunner(transformer, experts, geometry, CPU), experts
+
+
+def create_engine(
+    model: LoadedModel,
+    numerics: Numerics,
+    shard: ShardConfig | None = None,
+    plan: PlacementPlan | None = None,
+    **scheduler: int,
+) -> Engine:
+    """An engine over `model`; keyword arguments are fields of SchedulerConfig."""
+    config = model.checkpoint.config
+    limits = SchedulerLimits.resolve(
+        SchedulerConfig(**{"block_size": 8, **scheduler}), config.text_config.max_position_embeddings
+    )
+    runner, experts = create_runner(model, limits, shard or ShardConfig(world_size=1), numerics, plan)
+    executor = InProcessExecutor(runner, experts)
+    return Engine(Scheduler(limits, eos_token_id=config.eos_token_id), executor)
+
+
+def create_request(request_id: str, prompt: list[int], max_tokens: int = 8, **sampling: float) -> AddRequest:
+    """A greedy request unless `sampling` says otherwise; runs to `max_tokens`."""
+    params = SamplingParams(**{"temperature": 0.0, **sampling})
+    return AddRequest(request_id, prompt, params, max_tokens=max_tokens, ignore_eos=True)
+
+
+def run(
+    engine: Engine,
+    requests: list[AddRequest],
+    arrivals: list[int] | None = None,
+    aborts: dict[str, int] | None = None,
+    on_step: Callable[[int], None] = lambda step: None,
+) -> dict[str, list[int]]:
+    """Tokens of each request; request `i` is added before step `arrivals[i]`, aborted ones before step `aborts[id]`."""
+    arrivals = arrivals or [0] * len(requests)
+    aborts = dict(aborts or {})
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    pending = sorted(zip(arrivals, requests, strict=True), key=lambda pair: pair[0])
+    step = 0
+    while pending or engine.has_requests:
+        while pending and pending[0][0] <= step:
+            assert engine.add(pending.pop(0)[1]) is None
+        for request_id in [r for r, when in aborts.items() if when <= step]:
+            del aborts[request_id]
+            engine.abort(request_id)
+        on_step(step)
+        for output in engine.step():
+            assert output.error is None, output
+            tokens[output.request_id] += [token.token_id for token in output.tokens]
+        step += 1
+    return tokens

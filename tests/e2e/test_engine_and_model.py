@@ -1,0 +1,153 @@
+"""The engine with the real model: the same tokens in any company, the same bits for any residency."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.config import ShardConfig
+from actors.messages import ScheduledSequence, StepInput
+from deployment.config import SchedulerConfig
+from deployment.limits import SchedulerLimits
+from model.batch import ForwardBatch, SequenceRows
+from model.kv_cache import CacheGeometry
+from model.numerics import Numerics
+from placement.plan import PlacementPlan, spread_evenly
+from tests.e2e.builders import LoadedModel, create_engine, create_request, create_runner, run
+
+SERVING = Numerics()
+
+
+def random_prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(3, 498) for _ in range(length)]
+
+
+def random_plan(rng: random.Random, experts_per_layer: tuple[int, ...]) -> PlacementPlan:
+    return PlacementPlan(
+        tuple(tuple(e for e in range(count) if rng.random() < 0.5) for count in experts_per_layer)
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_give_the_tokens_they_give_alone(seed: int, model: LoadedModel) -> None:
+    """Random lengths, arrivals, aborts, chunk sizes and memory that forces preemption; greedy and sampled."""
+    rng = random.Random(seed)
+    requests = [
+        create_request(
+            f"r{i}",
+            random_prompt(rng, rng.choice([1, 2, 7, 16, 33, 60])),
+            max_tokens=rng.randint(1, 10),
+            temperature=rng.choice([0.0, 0.0, 0.9]),
+            seed=i,
+        )
+        for i in range(10)
+    ]
+    alone = {}
+    for request in requests:
+        alone |= run(create_engine(model, SERVING), [request])
+    aborts = {f"r{i}": rng.randint(1, 12) for i in rng.sample(range(10), 2)}
+    together = run(
+        create_engine(
+            model, SERVING, max_num_seqs=4, max_num_batched_tokens=24, max_model_len=96, num_blocks=22
+        ),
+        requests,
+        arrivals=[rng.randint(0, 10) for _ in requests],
+        aborts=aborts,
+    )
+    for request_id, tokens in together.items():
+        if request_id in aborts:
+            assert tokens == alone[request_id][: len(tokens)], request_id
+        else:
+            assert tokens == alone[request_id], request_id
+
+
+def logits_of(model: LoadedModel, shard: ShardConfig, plan: PlacementPlan | None) -> Tensor:
+    """All logits of a chunked prefill and two decodes of two sequences at once."""
+    rng = random.Random(7)
+    config = model.checkpoint.config.text_config
+    limits = SchedulerLimits.resolve(
+        SchedulerConfig(block_size=8, max_num_seqs=2, max_model_len=128), config.max_position_embeddings
+    )
+    runner, experts = create_runner(model, limits, shard, SERVING, plan)
+    geometry = CacheGeometry(limits.max_num_seqs, limits.num_blocks, limits.block_size)
+    prompts = [random_prompt(rng, 40), random_prompt(rng, 29)]
+    blocks = [list(range(1, 9)), list(range(9, 17))]
+    logits = []
+    bounds = [(0, 17), (17, 27), (27, 28), (28, 29)]
+    for start, end in bounds:
+        rows = [
+            SequenceRows(slot, start, prompt[start:end], prompt[max(0, start - 3) : start], table)
+            for slot, (prompt, table) in enumerate(zip(prompts, blocks, strict=True))
+        ]
+        batch = ForwardBatch.build(rows, config, geometry)
+        hidden = runner.transformer.forward(batch)
+        logits.append(runner.transformer.logits(hidden.normed))
+    assert experts.take_failures() == []
+    experts.close()
+    return torch.cat(logits)
+
+
+def test_residency_and_staging_change_no_bit(model: LoadedModel) -> None:
+    counts = model.pool.directory.experts_per_layer
+    rng = random.Random(3)
+    expected = logits_of(model, ShardConfig(world_size=1), spread_evenly(counts, None))
+    plans = [spread_evenly(counts, 0), *(random_plan(rng, counts) for _ in range(4))]
+    for plan in plans:
+        for shard in (
+            ShardConfig(world_size=1, staging="direct"),
+            ShardConfig(world_size=1, staging="staged", num_staging_slots=2),
+            ShardConfig(world_size=1, staging="staged", num_staging_slots=7),
+        ):
+            assert torch.equal(logits_of(model, shard, plan), expected), f"{plan=} {shard.staging=}"
+
+
+def test_a_corrupt_page_fails_the_requests_that_need_it_and_no_others(model: LoadedModel) -> None:
+    rng = random.Random(11)
+    requests = [create_request(f"r{i}", random_prompt(rng, 2), max_tokens=2) for i in range(8)]
+    healthy = run(create_engine(model, SERVING), requests)
+    page = model.pool.directory.index(3, 1)
+    engine = create_engine(model, SERVING, ShardConfig(world_size=1, max_resident_pages=0))
+    model.pool.page(page)[5] ^= 1
+    try:
+        for request in requests:
+            assert engine.add(request) is None
+        outputs = []
+        while engine.has_requests:
+            outputs += engine.step()
+    finally:
+        model.pool.page(page)[5] ^= 1
+    failed = {o.request_id: o.error for o in outputs if o.error is not None}
+    assert 0 < len(failed) < len(requests)
+    assert all("layer 3, expert 1" in error.message for error in failed.values()), failed
+    for request_id in healthy.keys() - failed.keys():
+        tokens = [t.token_id for o in outputs if o.request_id == request_id for t in o.tokens]
+        assert tokens == healthy[request_id]
+
+
+def test_non_finite_logits_fail_only_their_request(model: LoadedModel) -> None:
+    """A cache row that is not finite reaches the sequence that reads it and no other."""
+    config = model.checkpoint.config.text_config
+    limits = SchedulerLimits.resolve(
+        SchedulerConfig(block_size=8, max_num_seqs=2, max_model_len=64), config.max_position_embeddings
+    )
+    runner, _ = create_runner(model, limits, ShardConfig(world_size=1), SERVING)
+    sampling = create_request("r", [5]).sampling
+
+    def step(number: int, start: int, tokens: list[int]) -> StepInput:
+        sequences = [
+            ScheduledSequence(slot, start, tokens, [5, 6, 7][:start], [1 + slot, 3 + slot], sampling=sampling)
+            for slot in range(2)
+        ]
+        return StepInput(number, sequences)
+
+    runner.run_step(step(1, 0, [5, 6, 7]))
+    runner.transformer.caches.windows[0, 0] = torch.nan
+    poisoned, healthy = runner.run_step(step(2, 3, [8]))
+    assert poisoned.token is None
+    assert poisoned.error is not None
+    assert "non-finite" in poisoned.error
+    assert healthy.error is None
+    assert healthy.token is not None
