@@ -43,7 +43,7 @@ class LoadedModel:
     token_map: Tensor
 
 
-def load_model(directory: Path, numerics: Numerics) -> LoadedModel:
+def load_model(directory: Path, numerics: Numerics, device: torch.device = CPU) -> LoadedModel:
     """Weights and a filled host pool of one rank."""
     checkpoint = Checkpoint.open(directory)
     config = checkpoint.config.text_config
@@ -53,7 +53,7 @@ def load_model(directory: Path, numerics: Numerics) -> LoadedModel:
         fill_page(pool.page(page), checkpoint, config, ONE_RANK, layer, expert)
         pool.seal(page)
     pool.complete()
-    weights = load_weights(checkpoint, config, ONE_RANK, CPU, numerics.accumulate)
+    weights = load_weights(checkpoint, config, ONE_RANK, device, numerics.accumulate)
     return LoadedModel(directory, checkpoint, weights, pool, load_token_map(directory, config))
 
 
@@ -82,7 +82,8 @@ def create_runner(
     config = model.checkpoint.config.text_config
     mapped = MappedPool(model.pool.region, model.pool.region.contents)
     plan = plan or spread_evenly(mapped.directory.experts_per_layer, shard.max_resident_pages)
-    experts = create_expert_source(mapped, plan, shard, CPU)
+    device = model.weights.norm.device
+    experts = create_expert_source(mapped, plan, shard, device)
     geometry = CacheGeometry(limits.max_num_seqs, limits.num_blocks, limits.block_size)
     transformer = Transformer(
         config,
@@ -90,11 +91,11 @@ def create_runner(
         ONE_RANK,
         Collectives(ONE_RANK),
         experts,
-        KvCaches(config, geometry, numerics.accumulate, CPU),
+        KvCaches(config, geometry, numerics.accumulate, device),
         model.token_map,
         numerics,
     )
-    return ShardRunner(transformer, experts, geometry, CPU), experts
+    return ShardRunner(transformer, experts, geometry, device), experts
 
 
 def create_engine(

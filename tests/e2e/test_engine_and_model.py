@@ -82,7 +82,7 @@ def logits_of(model: LoadedModel, shard: ShardConfig, plan: PlacementPlan | None
             SequenceRows(slot, start, prompt[start:end], prompt[max(0, start - 3) : start], table)
             for slot, (prompt, table) in enumerate(zip(prompts, blocks, strict=True))
         ]
-        batch = ForwardBatch.build(rows, config, geometry)
+        batch = ForwardBatch.build(rows, config, geometry, model.weights.norm.device)
         hidden = runner.transformer.forward(batch)
         logits.append(runner.transformer.logits(hidden.normed))
     assert experts.take_failures() == []

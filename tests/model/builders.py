@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.formats import PageLayout
 from model.batch import ForwardBatch, SequenceRows
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.dspark import DSpark
 from model.engram_map import load_token_map
+from model.expert_pages import fill_page, local_experts_per_layer, page_layout
 from model.expert_source import PageGroup
 from model.kv_cache import CacheGeometry, KvCaches
 from model.numerics import Numerics
@@ -28,39 +28,22 @@ GOLDEN = Numerics(torch.float64, quantize_expert_activations=True, round_index_s
 
 
 class PlainExpertSource:
-    """All pages of one rank in ordinary memory; yields a layer's experts in groups of `group_size`."""
+    """All pages of one rank in the device's memory; yields a layer's experts at once."""
 
     def __init__(
-        self, checkpoint: Checkpoint, config: ModelConfig, layout: ParallelLayout, group_size: int = 1000
+        self, checkpoint: Checkpoint, config: ModelConfig, layout: ParallelLayout, device: torch.device
     ) -> None:
-        part = layout.expert_slice(config.moe_intermediate_size)
-        self.layout = PageLayout(config.hidden_size, part.stop - part.start)
-        self._group_size = group_size
-        self._pages = []
-        for layer, name in enumerate(config.layer_names):
-            experts = layout.local_experts(config.num_experts_of(layer))
-            self._pages.append([self._pack(checkpoint, f"{name}.ffn.experts.{e}", part) for e in experts])
-
-    def _pack(self, checkpoint: Checkpoint, name: str, part: slice) -> Tensor:
-        codes, scales = _scaled(part, 2), _scaled(part, 32)
-        parts = (
-            checkpoint.read(f"{name}.w1.weight", rows=part),
-            checkpoint.read(f"{name}.w3.weight", rows=part),
-            checkpoint.read(f"{name}.w1.scale", rows=part),
-            checkpoint.read(f"{name}.w3.scale", rows=part),
-            checkpoint.read(f"{name}.w2.weight", columns=codes),
-            checkpoint.read(f"{name}.w2.scale", columns=scales),
-        )
-        return torch.cat([p.flatten() for p in parts])
+        self.layout = page_layout(config, layout)
+        self._pages: list[list[Tensor]] = []
+        for layer, count in enumerate(local_experts_per_layer(config, layout)):
+            self._pages.append([])
+            for expert in range(count):
+                page = torch.empty(self.layout.num_bytes, dtype=torch.uint8)
+                fill_page(page, checkpoint, config, layout, layer, expert)
+                self._pages[-1].append(page.to(device))
 
     def stream(self, layer: int, experts: Sequence[int]) -> Iterator[PageGroup]:
-        addresses = torch.tensor([page.data_ptr() for page in self._pages[layer]])
-        for start in range(0, len(experts), self._group_size):
-            yield PageGroup(experts[start : start + self._group_size], (), addresses)
-
-
-def _scaled(part: slice, divisor: int) -> slice:
-    return slice(part.start // divisor, part.stop // divisor)
+        yield PageGroup(experts, (), torch.tensor([page.data_ptr() for page in self._pages[layer]]))
 
 
 class Recorder:
@@ -109,7 +92,9 @@ class TinyModel:
 
     def step(self, *sequences: SequenceRows) -> tuple[ForwardBatch, Hidden]:
         """Run one step and commit its taps to the draft rings."""
-        batch = ForwardBatch.build(sequences, self.config, self.geometry)
+        batch = ForwardBatch.build(
+            sequences, self.config, self.geometry, self.transformer.weights.norm.device
+        )
         hidden = self.transformer.forward(batch)
         self.dspark.commit(hidden.taps, batch.decoder)
         return batch, hidden
@@ -133,25 +118,25 @@ def create_tiny_model(
     collectives: Collectives | None = None,
     num_slots: int = 4,
     block_size: int = 8,
-    group_size: int = 1000,
+    device: str = "cpu",
 ) -> TinyModel:
     """A transformer over the checkpoint in `directory`, recording every intermediate value."""
     checkpoint = Checkpoint.open(directory)
     config = checkpoint.config.text_config
     layout = layout or ParallelLayout()
     collectives = collectives or Collectives(layout)
-    device = torch.device("cpu")
+    place = torch.device(device)
     geometry = CacheGeometry(
         num_slots, 1 + num_slots * -(-config.max_position_embeddings // block_size), block_size
     )
     recorder = Recorder()
     transformer = Transformer(
         config,
-        load_weights(checkpoint, config, layout, device, numerics.accumulate),
+        load_weights(checkpoint, config, layout, place, numerics.accumulate),
         layout,
         collectives,
-        PlainExpertSource(checkpoint, config, layout, group_size),
-        KvCaches(config, geometry, numerics.accumulate, device),
+        PlainExpertSource(checkpoint, config, layout, place),
+        KvCaches(config, geometry, numerics.accumulate, place),
         load_token_map(directory, config),
         numerics,
         recorder,

@@ -30,7 +30,9 @@ MODES = {
 }
 
 
-def run(directory: Path, numerics: Numerics, layout: ParallelLayout, group: dist.ProcessGroup | None) -> Tensor:
+def run(
+    directory: Path, numerics: Numerics, layout: ParallelLayout, group: dist.ProcessGroup | None
+) -> Tensor:
     """Logits of a chunked prefill, and a draft's logits below them."""
     model = create_tiny_model(directory, numerics, layout, Collectives(layout, group))
     logits = model.prefill(TOKENS, splits=(13,))
