@@ -55,6 +55,11 @@ def pool_contents(model_hash: str, config: ModelConfig, parallel: ParallelLayout
     )
 
 
+def region_bytes(contents: PoolContents) -> int:
+    """Size of a region."""
+    return _RegionLayout(contents).num_bytes
+
+
 class HostPool:
     """The owner's side of a region.
 

@@ -4,7 +4,10 @@ Three channels (design: "Processes"):
 - request channel, Engine replica <-> engine core: `AddRequest`, `AbortRequest`, `StopCore` in; back come
   `RequestOutputs`, one message per step with the news of every request, or at last `EngineDead`;
 - step channel, engine core -> all shards by one broadcast ring: `StepInput` or `StopShards`;
-- reply channels, shard -> engine core: `StepOutput` from rank 0, `ShardFailure` from any rank.
+- reply channel, rank 0 -> engine core: `StepOutput`, in the order of the steps.
+
+Ray carries the rest, which is rare: `ShardStart` to a shard, `ShardFailure` back as the result of its
+`run()`, `PoolRegion` and statistics.
 
 Field types are the plain ones msgpack has (`msgspec.Struct`, since it decodes unions of messages by tag and
 checks types on the way in). Token ids and block ids are lists of int.
@@ -118,11 +121,12 @@ class StepOutput(Message, frozen=True, tag=True):
     traffic: ExpertTraffic = ExpertTraffic()
 
 
-class ShardFailure(Message, frozen=True, tag=True):
+class ShardFailure(Message, frozen=True):
     """A rank cannot go on; the gang must be rebuilt."""
 
     rank: int
-    step_id: int
+    step_id: int | None
+    """The step that failed; None before the first one."""
     error: str
     """Exception with traceback."""
 
@@ -211,13 +215,14 @@ class RequestChannel(Message, frozen=True):
 
 
 class ShardPlace(Message, frozen=True):
-    """Where a shard ended up, for logs and for choosing CUDA devices."""
+    """Where a shard ended up."""
 
     rank: int
     node_id: str
     pid: int
-    device: str
-    """Torch device name: `cpu` or `cuda:N`."""
+    gpu_ids: list[str]
+    """As the cluster names them; empty on a CPU. The process sees no other GPU, so its own is always
+    `cuda:0`."""
 
 
 class SharedSegment(Message, frozen=True):
@@ -235,6 +240,16 @@ class RingHandle(Message, frozen=True):
     num_readers: int
     num_slots: int
     slot_bytes: int
+
+
+class StepChannel(Message, frozen=True):
+    """Shared memory through which the engine core and the shards talk."""
+
+    steps: RingHandle
+    """Read by all ranks."""
+    replies: RingHandle
+    """Written by rank 0."""
+    heartbeats: SharedSegment
 
 
 class PoolContents(Message, frozen=True):
@@ -259,11 +274,45 @@ class PoolRegion(Message, frozen=True):
     contents: PoolContents
 
 
+class ShardStart(Message, frozen=True):
+    """What a shard needs to join the others, besides its configuration."""
+
+    world_size: int
+    ep_size: int
+    device: Literal["cpu", "cuda"]
+    checkpoint: str
+    """Folder."""
+    store_port: int | None
+    """Of rank 0's store on the loopback interface; None if there is one rank."""
+    region: PoolRegion
+    verify_checksums: bool
+    channel: StepChannel
+
+
+class ShardStats(Message, frozen=True):
+    """A shard's state, for operators."""
+
+    rank: int
+    num_steps: int
+    num_pages: int
+    """Expert pages of this rank."""
+    num_hot_pages: int
+    """Those in resident slots."""
+
+
+class CacheStats(Message, frozen=True):
+    """The expert cache's state, for operators."""
+
+    num_pages: int = 0
+    """Over all ranks."""
+    num_filled_pages: int = 0
+    num_bytes: int = 0
+    """Of the whole pool."""
+
+
 RequestMessage = AddRequest | AbortRequest | StopCore
 """Engine replica to engine core."""
 CoreMessage = RequestOutputs | EngineDead
 """Engine core to Engine replica."""
 StepMessage = StepInput | StopShards
 """Engine core to shards."""
-ReplyMessage = StepOutput | ShardFailure
-"""Shard to engine core."""

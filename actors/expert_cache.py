@@ -1,0 +1,96 @@
+"""ExpertCache: the actor that owns the host pool. A shell around PoolLoader."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.config import ExpertCacheConfig, ShardConfig
+from actors.messages import CacheStats, PoolRegion
+
+if TYPE_CHECKING:
+    from actors.pool_loader import PoolLoader
+
+NAME = "expert_cache"
+
+
+def start_expert_cache(
+    placement_group: PlacementGroup,
+    *,
+    namespace: str,
+    checkpoint: Path,
+    shard: ShardConfig,
+    config: ExpertCacheConfig,
+) -> ActorHandle:
+    """Start the actor in bundle 0 of an engine's placement group; it ends with the process that calls this.
+
+    Args:
+        placement_group: of the engine.
+        namespace: of the engine's actors.
+        checkpoint: folder.
+        shard: world and expert layout.
+        config: of the cache.
+    Returns: the actor; `load` is the first thing to call.
+    """
+    options = {
+        "name": NAME,
+        "namespace": namespace,
+        "num_cpus": 0,
+        "max_restarts": 0,
+        "concurrency_groups": {"control": 1},
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            placement_group, placement_group_bundle_index=0
+        ),
+    }
+    return ray.remote(ExpertCache).options(**options).remote(checkpoint, shard, config)
+
+
+class ExpertCache:
+    """Control plane of the expert pages; no step calls it.
+
+    Protocol: `load` first, which may take minutes; again after shards were lost, which returns the same
+    regions. `stats` and `check_health` at any time, in the concurrency group `control`. `shutdown` last,
+    once or twice. Shards that map the pool keep it when this actor dies.
+    """
+
+    def __init__(self, checkpoint: Path, shard: ShardConfig, config: ExpertCacheConfig) -> None:
+        logging.basicConfig(level=logging.INFO)
+        self._checkpoint = checkpoint
+        self._shard = shard
+        self._config = config
+        self._loader: PoolLoader | None = None
+
+    def load(self) -> list[PoolRegion]:
+        """Fill the pool. Returns: each rank's region.
+
+        Raises: CheckpointError; HostMemoryError.
+        """
+        # Imported here, since whoever starts this actor imports this module and has no use for torch.
+        from actors.pool_loader import PoolLoader
+        from model.checkpoint import Checkpoint
+
+        if self._loader is None:
+            ep_size = self._shard.ep_size or self._shard.world_size
+            checkpoint = Checkpoint.open(self._checkpoint)
+            self._loader = PoolLoader(
+                checkpoint, self._shard.world_size, ep_size, self._config.num_load_threads
+            )
+        return self._loader.load()
+
+    def stats(self) -> CacheStats:
+        """How far loading is; zeros before the checkpoint is open."""
+        return CacheStats() if self._loader is None else self._loader.stats()
+
+    def check_health(self) -> None:
+        """Return if the actor is alive."""
+
+    def shutdown(self) -> None:
+        """Give up the pool."""
+        if self._loader is not None:
+            self._loader.close()

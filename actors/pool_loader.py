@@ -1,0 +1,140 @@
+"""PoolLoader: makes the host pool of every rank, fills it from the checkpoint and keeps it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Final
+
+from actors.host_pool import HostPool, pool_contents, region_bytes
+from actors.messages import CacheStats, PoolRegion
+from model.checkpoint import Checkpoint
+from model.expert_pages import fill_page
+from model.parallel import ParallelLayout
+
+logger = logging.getLogger(__name__)
+
+_REPORT_INTERVAL_S: Final = 5.0
+
+
+class HostMemoryError(RuntimeError):
+    """The machine has too little free memory for the pool."""
+
+
+class PoolLoader:
+    """Owner of the regions of all ranks.
+
+    Protocol: `load`; called again, it returns the same regions. `stats` at any time, from any thread. The
+    regions live until `close`, and from then on as long as shards map them.
+
+    Args:
+        checkpoint: where the experts come from.
+        world_size: ranks; each gets a region.
+        ep_size: expert groups among them.
+        num_threads: that read from the checkpoint at once.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, world_size: int, ep_size: int, num_threads: int) -> None:
+        self._checkpoint = checkpoint
+        self._config = checkpoint.config.text_config
+        self._ranks = [ParallelLayout(rank, world_size, ep_size) for rank in range(world_size)]
+        self._contents = [pool_contents(checkpoint.content_hash, self._config, rank) for rank in self._ranks]
+        self._num_threads = num_threads
+        self._pools: list[HostPool] = []
+        self._num_filled_pages = 0
+
+    def load(self) -> list[PoolRegion]:
+        """Allocate and fill the regions. Returns: rank by rank.
+
+        Raises: HostMemoryError; CheckpointError if an expert cannot be read.
+        """
+        if not self._pools:
+            self._check_memory()
+            self._pools = self._filled_pools()
+        return [pool.region for pool in self._pools]
+
+    def stats(self) -> CacheStats:
+        """How far loading is."""
+        return CacheStats(
+            num_pages=sum(sum(contents.experts_per_layer) for contents in self._contents),
+            num_filled_pages=self._num_filled_pages,
+            num_bytes=sum(map(region_bytes, self._contents)),
+        )
+
+    def close(self) -> None:
+        """Let no more shards map the regions; safe to call twice."""
+        for pool in self._pools:
+            pool.close()
+
+    def _check_memory(self) -> None:
+        needed, available = self.stats().num_bytes, available_memory_bytes()
+        if needed > available:
+            raise HostMemoryError(
+                f"the expert pool needs {_gib(needed)} of host memory, {_gib(available)} are available; "
+                "free memory or serve a smaller checkpoint"
+            )
+
+    def _filled_pools(self) -> list[HostPool]:
+        with ThreadPoolExecutor(self._num_threads, thread_name_prefix="load-experts") as threads:
+            pools = list(threads.map(HostPool, self._contents))
+            self._fill(pools, threads)
+        for pool in pools:
+            pool.complete()
+        return pools
+
+    def _fill(self, pools: Sequence[HostPool], threads: ThreadPoolExecutor) -> None:
+        """Read all experts, in the order in which the checkpoint stores them."""
+        start = reported = time.monotonic()
+        futures = [
+            threads.submit(self._load_expert, pools, layer, expert_id)
+            for layer in range(self._config.num_layers_with_drafts)
+            for expert_id in range(self._config.num_experts_of(layer))
+        ]
+        try:
+            for num_done, future in enumerate(as_completed(futures), 1):
+                self._num_filled_pages += future.result()
+                if time.monotonic() - reported >= _REPORT_INTERVAL_S or num_done == len(futures):
+                    reported = time.monotonic()
+                    self._report(num_done / len(futures), reported - start)
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+
+    def _load_expert(self, pools: Sequence[HostPool], layer: int, expert_id: int) -> int:
+        """Fill the pages of one expert on all ranks that hold a share. Returns: how many."""
+        num_pages = 0
+        for parallel, pool in zip(self._ranks, pools, strict=True):
+            local = parallel.local_experts(self._config.num_experts_of(layer))
+            if expert_id not in local:
+                continue
+            expert = expert_id - local.start
+            page = pool.directory.index(layer, expert)
+            fill_page(pool.page(page), self._checkpoint, self._config, parallel, layer, expert)
+            pool.seal(page)
+            num_pages += 1
+        return num_pages
+
+    def _report(self, share: float, elapsed_s: float) -> None:
+        num_bytes = self.stats().num_bytes
+        logger.info(
+            "expert pool: %.0f %% of %s filled, %s/s",
+            100 * share,
+            _gib(num_bytes),
+            _gib(share * num_bytes / max(elapsed_s, 1e-3)),
+        )
+
+
+def available_memory_bytes() -> int:
+    """Memory that processes of this machine can still take without swapping."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        name, value = line.split(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable")
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

@@ -1,0 +1,68 @@
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors import pool_loader
+from actors.host_pool import MappedPool
+from actors.pool_loader import HostMemoryError, PoolLoader
+from model.checkpoint import Checkpoint
+from model.expert_pages import fill_page
+from model.parallel import ParallelLayout
+from model.shard_file import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoint: Path) -> Checkpoint:
+    return Checkpoint.open(tiny_checkpoint)
+
+
+@pytest.mark.parametrize(("world_size", "ep_size"), [(2, 2), (2, 1), (4, 2)])
+def test_every_rank_gets_all_its_pages(checkpoint, world_size, ep_size):
+    loader = PoolLoader(checkpoint, world_size, ep_size, num_threads=3)
+    regions = loader.load()
+    config = checkpoint.config.text_config
+    assert [region.contents.rank for region in regions] == list(range(world_size))
+    for rank, region in enumerate(regions):
+        mapped = MappedPool(region, region.contents)
+        expected = torch.empty(mapped.layout.num_bytes, dtype=torch.uint8)
+        for page in range(mapped.directory.num_pages):
+            layer, expert = mapped.directory.locate(page)
+            fill_page(expected, checkpoint, config, ParallelLayout(rank, world_size, ep_size), layer, expert)
+            assert torch.equal(mapped.read(page), expected), f"{rank=} {page=}"
+    stats = loader.stats()
+    assert stats.num_filled_pages == stats.num_pages == (12 * 8 + 3 * 4) * world_size // ep_size
+    assert stats.num_bytes == sum(region.segment.num_bytes for region in regions)
+    loader.close()
+
+
+def test_loading_again_returns_the_same_regions(checkpoint):
+    loader = PoolLoader(checkpoint, 1, 1, num_threads=1)
+    assert loader.load() == loader.load()
+
+
+def test_progress_is_logged(checkpoint, caplog):
+    with caplog.at_level(logging.INFO):
+        PoolLoader(checkpoint, 1, 1, num_threads=1).load()
+    assert "100 %" in caplog.text
+
+
+def test_a_pool_larger_than_the_free_memory_is_refused_before_it_is_allocated(checkpoint, monkeypatch):
+    monkeypatch.setattr(pool_loader, "available_memory_bytes", lambda: 2**20)
+    with pytest.raises(HostMemoryError, match="0.00 GiB are available"):
+        PoolLoader(checkpoint, 1, 1, num_threads=1).load()
+
+
+def test_an_expert_that_cannot_be_read_ends_loading_with_its_name(checkpoint, monkeypatch):
+    name = "layers.7.ffn.experts.2.w3.scale"
+    read_into = Checkpoint.read_into
+
+    def fail(self, out, tensor, rows=None, columns=None):
+        if tensor == name:
+            raise CheckpointError(Path("shard"), "bad", tensor)
+        read_into(self, out, tensor, rows, columns)
+
+    monkeypatch.setattr(Checkpoint, "read_into", fail)
+    with pytest.raises(CheckpointError, match=name):
+        PoolLoader(checkpoint, 2, 2, num_threads=2).load()
