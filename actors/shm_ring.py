@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import select
 import threading
 import time
-import weakref
 from typing import Final
 
 from actors import futex
 from actors.messages import RingHandle
+from actors.process import OtherProcess
 from actors.shared_memory import SharedMapping
 
 _WORD: Final = 8
@@ -287,7 +286,7 @@ class _Peer:
     def __init__(self, words: memoryview, pid_word: int) -> None:
         self._words = words
         self._pid_word = pid_word
-        self._exit: select.poll | None = None
+        self._process: OtherProcess | None = None
 
     @property
     def pid(self) -> int:
@@ -295,18 +294,15 @@ class _Peer:
         return pid
 
     def is_gone(self) -> bool:
-        """Whether it attached and has ended since; a zombie has ended."""
-        if self._exit is None:
+        """Whether it attached and has ended since."""
+        if self._process is None:
             if self.pid == 0:
                 return False
             try:
-                pidfd = os.pidfd_open(self.pid)
+                self._process = OtherProcess(self.pid)
             except ProcessLookupError:
                 return True
-            weakref.finalize(self, os.close, pidfd)
-            self._exit = select.poll()
-            self._exit.register(pidfd, select.POLLIN)
-        return bool(self._exit.poll(0))
+        return self._process.is_gone()
 
 
 def _header_words(num_readers: int) -> int:
