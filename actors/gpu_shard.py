@@ -1,0 +1,67 @@
+"""GPUShard: the actor of one rank, with a GPU or on the CPU. A shell around Shard."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import ray
+
+from actors.config import ShardConfig
+from actors.messages import ShardFailure, ShardPlace, ShardStart, ShardStats
+
+if TYPE_CHECKING:
+    from actors.shard import RunnerFactory
+
+CONTROL_GROUP = "control"
+"""Concurrency group of the calls that are answered while `run` runs."""
+
+
+class GPUShard:
+    """One rank of an engine.
+
+    Protocol: `place`; `open_store` on rank 0; `initialize` on all ranks, then `run` on all. Steps reach
+    `run` through shared memory, not as calls. `stats` and `check_health` at any time after `initialize`, in
+    the group CONTROL_GROUP. A shard never restarts: when one is lost, all are killed.
+    """
+
+    def __init__(self, rank: int) -> None:
+        # Imported here, since the engine core starts this actor and has no use for torch.
+        from actors.shard import Shard
+
+        logging.basicConfig(level=logging.INFO)
+        self._rank = rank
+        self._shard = Shard(rank)
+
+    def __repr__(self) -> str:
+        return f"GPUShard(rank={self._rank})"  # Ray's prefix of every line that this process logs
+
+    def place(self) -> ShardPlace:
+        """Where this shard is."""
+        context = ray.get_runtime_context()
+        return ShardPlace(
+            rank=self._rank,
+            node_id=context.get_node_id(),
+            pid=os.getpid(),
+            gpu_ids=context.get_accelerator_ids()["GPU"],
+        )
+
+    def open_store(self, timeout_s: float) -> int:
+        """Rank 0: open the store in which all ranks meet. Returns: its port."""
+        return self._shard.open_store(timeout_s)
+
+    def initialize(self, start: ShardStart, config: ShardConfig, create_runner: RunnerFactory) -> None:
+        """Join the other ranks and load this rank's part of the model."""
+        self._shard.initialize(start, config, create_runner)
+
+    def run(self) -> ShardFailure | None:
+        """Serve steps until told to stop. Returns: why this rank cannot go on, or None."""
+        return self._shard.run()
+
+    def stats(self) -> ShardStats:
+        """What this rank holds and has done."""
+        return self._shard.stats()
+
+    def check_health(self) -> None:
+        """Return, to show that this process answers."""

@@ -1,0 +1,127 @@
+"""Shard: everything one rank consists of, put together. The actor around it is `actors/gpu_shard.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from actors.config import ShardConfig
+from actors.expert_tiers import TieredExpertSource, create_expert_source
+from actors.host_pool import MappedPool, pool_contents
+from actors.messages import ShardFailure, ShardStart, ShardStats
+from actors.process_group import connect_store, join_group, leave_group, open_store
+from actors.shard_loop import ShardLoop, StepRunner
+from actors.step_channel import ShardEnd
+from model.checkpoint import Checkpoint
+from model.parallel import Collectives, ParallelLayout
+from placement.plan import spread_evenly
+
+
+@dataclass(frozen=True, slots=True)
+class ShardContext:
+    """What a rank's StepRunner is built from."""
+
+    config: ShardConfig
+    checkpoint: Checkpoint
+    layout: ParallelLayout
+    collectives: Collectives
+    experts: TieredExpertSource
+    device: torch.device
+
+
+RunnerFactory = Callable[[ShardContext], StepRunner]
+"""Builds a rank's runner in its process; travels there by pickle."""
+
+
+class Shard:
+    """One rank.
+
+    Protocol: rank 0 opens the store, if there are other ranks; then `initialize` on all ranks at once,
+    since they wait for each other; then `run`, once. `stats` at any time after `initialize`, from any
+    thread.
+
+    Args:
+        rank: this shard's.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._store: TCPStore | None = None
+        self._parts: _Parts | None = None
+
+    def open_store(self, timeout_s: float) -> int:
+        """Open the store in which all ranks meet. Returns: its port on the loopback interface."""
+        self._store = open_store(timeout_s)
+        port: int = self._store.port
+        return port
+
+    def initialize(self, start: ShardStart, config: ShardConfig, create_runner: RunnerFactory) -> None:
+        """Join the other ranks, map the pool, load this rank's part of the model.
+
+        Raises: what is wrong with the checkpoint, the pool or the peers.
+        """
+        torch.set_num_threads(config.num_threads)
+        device = torch.device("cuda", 0) if start.device == "cuda" else torch.device("cpu")
+        layout = ParallelLayout(self._rank, start.world_size, start.ep_size)
+        collectives = self._join_group(start, layout, device, config.collective_timeout_s)
+        checkpoint = Checkpoint.open(Path(start.checkpoint))
+        expected = pool_contents(checkpoint.content_hash, checkpoint.config.text_config, layout)
+        pool = MappedPool(start.region, expected, verify_checksums=start.verify_checksums)
+        plan = spread_evenly(pool.directory.experts_per_layer, config.max_resident_pages)
+        experts = create_expert_source(pool, plan, config, device)
+        runner = create_runner(ShardContext(config, checkpoint, layout, collectives, experts, device))
+        self._parts = _Parts(
+            loop=ShardLoop(self._rank, ShardEnd(start.channel, self._rank), runner, experts),
+            experts=experts,
+            num_pages=pool.directory.num_pages,
+            num_hot_pages=plan.num_hot,
+        )
+
+    def run(self) -> ShardFailure | None:
+        """Serve steps until told to stop, then leave the group. Returns: why this rank cannot go on, or None.
+
+        After a failure nothing is tidied up: with peers that are gone it could take forever, and this
+        process will be killed.
+        """
+        parts = self._initialized()
+        failure = parts.loop.run()
+        if failure is None:
+            parts.experts.close()
+            leave_group()
+        return failure
+
+    def stats(self) -> ShardStats:
+        """What this rank holds and has done."""
+        parts = self._initialized()
+        return ShardStats(
+            rank=self._rank,
+            num_steps=parts.loop.num_steps,
+            num_pages=parts.num_pages,
+            num_hot_pages=parts.num_hot_pages,
+        )
+
+    def _join_group(
+        self, start: ShardStart, layout: ParallelLayout, device: torch.device, timeout_s: float
+    ) -> Collectives:
+        if start.store_port is None:
+            return Collectives(layout)
+        store = self._store or connect_store(start.store_port, timeout_s)
+        return join_group(store, layout, device, timeout_s)
+
+    def _initialized(self) -> _Parts:
+        assert self._parts is not None, f"rank {self._rank} is not initialized"
+        return self._parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What `initialize` leaves."""
+
+    loop: ShardLoop
+    experts: TieredExpertSource
+    num_pages: int
+    num_hot_pages: int
