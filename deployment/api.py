@@ -162,7 +162,7 @@ class _Api:
         )
 
     def _header(self, request: AddRequest) -> ReplyHeader:
-        return ReplyHeader(request.request_id, created=int(self._now()), model=self._config.model_name)
+        return ReplyHeader(id=request.request_id, created=int(self._now()), model=self._config.model_name)
 
     def _max_tokens(self, body: GenerationRequest, num_prompt_tokens: int) -> int:
         """How many tokens to generate: what was asked for, or the rest of the context."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import deepseek_recipe as recipe
+import msgspec
 from pydantic import BaseModel
 
 from actors.messages import RequestOutput
@@ -30,7 +30,6 @@ from deployment.tokenizer import Detokenizer, Tokenizer
 
 VENDOR_MODEL_NAME = "DeepSeek-V4.1-Flash"
 Channel = Literal["reasoning_content", "content"]
-CHANNELS: tuple[Channel, ...] = ("reasoning_content", "content")
 DROPPED_MARKER: str = recipe.SpecialToken.ThinkingEnd.default_str()
 """What the vendor's parser leaves out of a reply, besides some newlines."""
 
@@ -80,12 +79,34 @@ class ParsedText:
     """The tokens of `text`, where log-probabilities are wanted."""
 
 
+class _VendorDelta(msgspec.Struct):
+    """What a chunk of the vendor's adds to the message."""
+
+    reasoning_content: str | None = None
+    content: str | None = None
+
+
+class _VendorChoice(msgspec.Struct):
+    """The one choice of a chunk."""
+
+    delta: _VendorDelta
+    finish_reason: str | None
+
+
+class _VendorChunk(msgspec.Struct):
+    """What we read of a chunk; its `choices` is a list of one."""
+
+    choices: tuple[_VendorChoice]
+
+
 class ReplyParser:
     """The vendor's stream parser, fed with text.
 
     It ends the content at a stop string, holds back what may become a marker, and leaves out the markers. How
     the text is cut into pieces makes no difference.
     """
+
+    _decoder = msgspec.json.Decoder(_VendorChunk)
 
     def __init__(self, conversation: recipe.ConversationRequest) -> None:
         generator = recipe.ChatCompletionRequest.chunk_generator(conversation, "", VENDOR_MODEL_NAME)
@@ -110,12 +131,13 @@ class ReplyParser:
     def _read(self, chunks: list[recipe.ChatCompletionChunk]) -> list[ParsedText]:
         parsed = []
         for chunk in chunks:
-            [choice] = json.loads(chunk.to_json())["choices"]
-            parsed += [
-                ParsedText(channel, text) for channel in CHANNELS if (text := choice["delta"].get(channel))
-            ]
-            if choice["finish_reason"] is not None:
-                self.finish_reason = choice["finish_reason"]
+            [choice] = self._decoder.decode(chunk.to_json()).choices
+            if choice.delta.reasoning_content:
+                parsed.append(ParsedText("reasoning_content", choice.delta.reasoning_content))
+            if choice.delta.content:
+                parsed.append(ParsedText("content", choice.delta.content))
+            if choice.finish_reason is not None:
+                self.finish_reason = choice.finish_reason
         return parsed
 
 
@@ -168,7 +190,7 @@ class ChatReply:
         """The finish reason, then the token counts if they are wanted."""
         chunks: list[BaseModel] = [self._chunk(ChatDelta(), finish_reason=self._parser.finish_reason)]
         if self._include_usage:
-            chunks.append(ChatCompletionChunk(**asdict(self._header), choices=[], usage=self._usage()))
+            chunks.append(ChatCompletionChunk(**self._header, choices=[], usage=self._usage()))
         return chunks
 
     def response(self, deltas: list[list[ParsedText]]) -> BaseModel:
@@ -182,7 +204,7 @@ class ChatReply:
         choice = ChatChoice(
             message=message, logprobs=self._logprobs(texts), finish_reason=self._parser.finish_reason
         )
-        return ChatCompletion(**asdict(self._header), choices=[choice], usage=self._usage())
+        return ChatCompletion(**self._header, choices=[choice], usage=self._usage())
 
     def _parse(self, piece: Piece) -> list[ParsedText]:
         if self._aligner:
@@ -201,26 +223,23 @@ class ChatReply:
         self, delta: ChatDelta, *, logprobs: ChatLogprobs | None = None, finish_reason: str | None = None
     ) -> ChatCompletionChunk:
         choice = ChatChunkChoice(delta=delta, logprobs=logprobs, finish_reason=finish_reason)
-        return ChatCompletionChunk(**asdict(self._header), choices=[choice])
+        return ChatCompletionChunk(**self._header, choices=[choice])
 
     def _logprobs(self, texts: list[ParsedText]) -> ChatLogprobs | None:
         if self._aligner is None:
             return None
-        return ChatLogprobs(
-            content=self._channel_logprobs(texts, "content"),
-            reasoning_content=self._channel_logprobs(texts, "reasoning_content")
-            if self._is_thinking
-            else None,
-        )
+        reasoning = self._channel_logprobs(texts, "reasoning_content") if self._is_thinking else None
+        return ChatLogprobs(content=self._channel_logprobs(texts, "content"), reasoning_content=reasoning)
 
     def _channel_logprobs(self, texts: list[ParsedText], channel: Channel) -> list[ChatTokenLogprob]:
         tokens = [token for text in texts if text.channel == channel for token in text.tokens]
         return chat_logprobs(self._tokenizer, tokens)
 
     def _usage(self) -> Usage:
-        details = CompletionTokensDetails(reasoning_tokens=self._num_reasoning_tokens)
-        details_if_any = details if self._is_thinking else None
-        return make_usage(self._num_prompt_tokens, self._reader.num_tokens, details_if_any)
+        details = None
+        if self._is_thinking:
+            details = CompletionTokensDetails(reasoning_tokens=self._num_reasoning_tokens)
+        return make_usage(self._num_prompt_tokens, self._reader.num_tokens, details)
 
 
 def _join(texts: list[ParsedText], channel: Channel) -> str:

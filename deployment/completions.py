@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from pydantic import BaseModel
 
@@ -85,7 +85,7 @@ class CompletionReply:
         """The finish reason, then the token counts if they are wanted."""
         chunks: list[BaseModel] = [self._completion("", finish_reason=self._finish_reason)]
         if self._include_usage:
-            chunks.append(Completion(**asdict(self._header), choices=[], usage=self._usage()))
+            chunks.append(Completion(**self._header, choices=[], usage=self._usage()))
         return chunks
 
     def response(self, deltas: list[CompletionNews]) -> BaseModel:
@@ -114,7 +114,7 @@ class CompletionReply:
         usage: Usage | None = None,
     ) -> Completion:
         choice = CompletionChoice(text=text, logprobs=logprobs, finish_reason=finish_reason)
-        return Completion(**asdict(self._header), choices=[choice], usage=usage)
+        return Completion(**self._header, choices=[choice], usage=usage)
 
     def _logprobs(self, deltas: list[CompletionNews]) -> CompletionLogprobs | None:
         if self._aligner is None:

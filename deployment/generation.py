@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypedDict, TypeVar
 
 from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
@@ -67,8 +67,7 @@ class Reply(Protocol[_D]):
         """The whole of a finished reply."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyHeader:
+class ReplyHeader(TypedDict):
     """What a response and all its chunks have in common."""
 
     id: str
@@ -184,7 +183,7 @@ def _data(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-async def _chain(first: _D | None, rest: AsyncGenerator[_D | None, None]) -> AsyncGenerator[Any, None]:
+async def _chain(first: _T, rest: AsyncGenerator[_T, None]) -> AsyncGenerator[_T, None]:
     yield first
     async for item in rest:
         yield item

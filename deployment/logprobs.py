@@ -90,13 +90,7 @@ class TokenAligner:
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[AlignedToken]) -> list[ChatTokenLogprob]:
     """Entries of a chat choice's `logprobs`."""
-    return [
-        ChatTokenLogprob(
-            **_top_logprob(tokenizer, token.token_id, token.logprob).model_dump(),
-            top_logprobs=[_top_logprob(tokenizer, top.token_id, top.logprob) for top in token.top_logprobs],
-        )
-        for token in (aligned.token for aligned in tokens)
-    ]
+    return [_chat_token_logprob(tokenizer, aligned.token) for aligned in tokens]
 
 
 def completion_logprobs(tokenizer: Tokenizer, tokens: list[AlignedToken]) -> CompletionLogprobs:
@@ -106,6 +100,16 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: list[AlignedToken]) -> Com
         token_logprobs=[_finite(aligned.token.logprob) for aligned in tokens],
         top_logprobs=[_completion_top_logprobs(tokenizer, aligned.token) for aligned in tokens],
         text_offset=[aligned.offset for aligned in tokens],
+    )
+
+
+def _chat_token_logprob(tokenizer: Tokenizer, token: SampledToken) -> ChatTokenLogprob:
+    chosen = _top_logprob(tokenizer, token.token_id, token.logprob)
+    return ChatTokenLogprob(
+        token=chosen.token,
+        logprob=chosen.logprob,
+        bytes=chosen.bytes,
+        top_logprobs=[_top_logprob(tokenizer, top.token_id, top.logprob) for top in token.top_logprobs],
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.messages import RequestError
@@ -493,6 +493,7 @@ ANY_BODY = st.builds(
 
 
 @on_both_routes
+@settings(deadline=None)
 @given(body=ANY_BODY.map(json.dumps).map(str.encode) | st.binary(max_size=64))
 async def test_no_body_whatsoever_is_a_server_error(route: str, body: bytes):
     """An exception that no handler knows would also come through the transport and fail this test."""

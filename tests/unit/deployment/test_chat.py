@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.messages import RequestOutput
@@ -23,7 +23,7 @@ from tests.unit.deployment.tokenizers_for_tests import (
     tiny_tokenizer,
 )
 
-HEADER = ReplyHeader("chatcmpl-1", 1, "m")
+HEADER = ReplyHeader(id="chatcmpl-1", created=1, model="m")
 NO_THINKING = {"thinking": {"type": "disabled"}}
 EFFORT_LINE = "Reasoning Effort: {} (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
 
@@ -263,9 +263,10 @@ def test_a_stop_string_in_the_reasoning_does_not_end_the_reply():
     assert message_of(whole) == ("a.b", "c")
 
 
+@settings(deadline=None)
 @given(
     parts=st.lists(
-        st.sampled_from(["</think>", "<think>", "\n", "a", "t", "é", "</", "think>", "<", ".", "😀"])
+        st.sampled_from(["</think>", "<think>", "\n", " ", "a", "t", "é", "</", "think>", "<", ".", "😀"])
     ),
     stop=st.lists(st.sampled_from([".", "at", "a\n", "é", "t<"]), max_size=2),
     is_thinking=st.booleans(),
@@ -281,8 +282,11 @@ def test_how_a_reply_is_cut_into_outputs_changes_nothing(
     assert answer(create_script(*steps), **fields) == answer(create_script(token_ids), **fields)
 
 
+@settings(deadline=None)
 @given(
-    parts=st.lists(st.sampled_from(["</think>", "<think>", "\n", "a", "t", "é", "</", "think>", "<", "😀"])),
+    parts=st.lists(
+        st.sampled_from(["</think>", "<think>", "\n", " ", "a", "t", "é", "</", "think>", "<", "😀"])
+    ),
     is_thinking=st.booleans(),
 )
 def test_logprobs_are_those_of_the_text_beside_them(parts: list[str], is_thinking: bool):
@@ -301,6 +305,7 @@ def test_logprobs_are_those_of_the_text_beside_them(parts: list[str], is_thinkin
 
 
 @pytest.mark.parametrize("tokenizer", [tiny_tokenizer(), merging_tokenizer()], ids=["tiny", "merging"])
+@settings(deadline=None)
 @given(token_ids=st.lists(st.integers(0, 520)), stop=st.lists(st.text("ab\n", min_size=1), max_size=2))
 def test_any_token_ids_make_a_reply(tokenizer: Tokenizer, token_ids: list[int], stop: list[str]):
     answer(create_script(token_ids), tokenizer, logprobs=True, top_logprobs=2, stop=stop)

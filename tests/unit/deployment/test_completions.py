@@ -2,7 +2,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.messages import RequestOutput
@@ -19,7 +19,7 @@ from tests.unit.deployment.tokenizers_for_tests import (
     tiny_tokenizer,
 )
 
-HEADER = ReplyHeader("cmpl-1", 1, "m")
+HEADER = ReplyHeader(id="cmpl-1", created=1, model="m")
 NUM_PROMPT_TOKENS = 3
 BOTH = pytest.mark.parametrize("tokenizer", [tiny_tokenizer(), merging_tokenizer()], ids=["tiny", "merging"])
 
@@ -69,6 +69,7 @@ def test_markers_of_chat_mean_nothing_here():
 
 
 @BOTH
+@settings(deadline=None)
 @given(token_ids=st.lists(st.integers(0, 520)), data=st.data())
 def test_the_text_is_what_decoding_all_tokens_gives(
     tokenizer: Tokenizer, token_ids: list[int], data: st.DataObject
@@ -115,6 +116,7 @@ def test_the_chosen_token_is_among_the_top_logprobs():
 
 
 @BOTH
+@settings(deadline=None)
 @given(
     token_ids=st.lists(st.integers(0, 520)), stop=st.lists(st.text("ab", min_size=1, max_size=3), max_size=2)
 )

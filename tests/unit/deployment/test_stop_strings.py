@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployment.stop_strings import StopStrings
@@ -24,6 +24,7 @@ def cut(text: str, stops: list[str]) -> str:
     return text
 
 
+@settings(deadline=None)
 @given(text=TEXT, stops=STOPS, data=st.data())
 def test_the_text_ends_before_the_first_stop_string_however_it_is_cut(
     text: str, stops: list[str], data: st.DataObject
@@ -33,6 +34,7 @@ def test_the_text_ends_before_the_first_stop_string_however_it_is_cut(
     assert "".join(feed(stops, pieces)) == cut(text, stops)
 
 
+@settings(deadline=None)
 @given(text=TEXT, stops=STOPS)
 def test_only_what_may_become_a_stop_string_is_held_back(text: str, stops: list[str]):
     stop_strings = StopStrings(stops)

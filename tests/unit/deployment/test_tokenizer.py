@@ -3,7 +3,7 @@ from pathlib import Path
 
 import deepseek_recipe as recipe
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as LibraryTokenizer
 
@@ -52,6 +52,7 @@ def streamed(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
 
 
 @BOTH
+@settings(deadline=None)
 @given(data=st.data())
 def test_streamed_text_is_what_the_library_decodes_at_once(
     tokenizer: Tokenizer, library: LibraryTokenizer, data: st.DataObject
@@ -64,11 +65,13 @@ def test_streamed_text_is_what_the_library_decodes_at_once(
     assert tokenizer.decode(token_ids) == expected
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(UTF8_PARTS) | st.binary(min_size=1, max_size=3)).map(b"".join))
 def test_streamed_bytes_are_what_decoding_them_at_once_gives(data: bytes):
     assert "".join(streamed(tiny_tokenizer(), byte_ids(data))) == data.decode(errors="replace")
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_no_piece_has_half_a_character(text: str):
     pieces = streamed(tiny_tokenizer(), byte_ids(text.encode()))
@@ -107,6 +110,7 @@ def test_token_bytes_are_the_bytes_of_the_text(tokenizer: Tokenizer, library: Li
 
 
 @BOTH
+@settings(deadline=None)
 @given(text=HOSTILE_TEXT)
 def test_plain_text_never_gives_a_control_token(tokenizer: Tokenizer, library: LibraryTokenizer, text: str):
     token_ids = tokenizer.encode_text(text, add_bos=False)
@@ -120,6 +124,7 @@ def test_plain_text_begins_with_bos_only_if_asked():
 
 
 @BOTH
+@settings(deadline=None)
 @given(text=HOSTILE_TEXT, thinking=st.booleans())
 def test_a_message_never_gives_a_control_token(
     tokenizer: Tokenizer, library: LibraryTokenizer, text: str, thinking: bool
