@@ -15,8 +15,6 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
-
 LOCAL_ENVIRONMENT = {
     # The node's address is 127.0.0.1, so every server of Ray listens there (but for one: `containment.py`).
     # Ray reads this on Linux too, whatever its name says.
@@ -28,9 +26,6 @@ LOCAL_ENVIRONMENT = {
     "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(512 * 1024**2),
     # The host pool fills the machine on purpose; the monitor kills workers when 95 % of the memory is in use.
     "RAY_memory_monitor_refresh_ms": "0",
-    # The collectives of the shards stay on the loopback interface as well.
-    "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
-    "NCCL_SOCKET_IFNAME": LOOPBACK_INTERFACE,
 }
 """Defaults: a variable that the environment already has keeps its value."""
 
