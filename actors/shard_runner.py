@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,9 +18,15 @@ from actors.messages import (
     TokenLogprob,
 )
 from model.batch import ForwardBatch, SequenceRows
-from model.kv_cache import CacheGeometry
+from model.engram_map import load_token_map
+from model.kv_cache import CacheGeometry, KvCaches
+from model.numerics import Numerics
 from model.sampler import sample
 from model.transformer import Transformer
+from model.weights import load_weights
+
+if TYPE_CHECKING:
+    from actors.shard import ShardContext
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +76,32 @@ class ShardRunner:
         for row, index in zip(logits, asking, strict=True):
             outputs[index] = _sample(row, step.sequences[index], failures)
         return outputs
+
+
+def create_shard_runner(context: ShardContext, geometry: CacheGeometry) -> ShardRunner:
+    """Load one rank's weights and build its model; a `RunnerFactory` once `geometry` is bound.
+
+    Args:
+        context: what the shard has set up before.
+        geometry: of the caches, equal on all ranks.
+    Raises: CheckpointError if a tensor is corrupt; ValueError if the model cannot be cut over the ranks.
+    """
+    config = context.checkpoint.config.text_config
+    numerics = Numerics.serving(context.config.precision, context.config.expert_activations)
+    weights = load_weights(context.checkpoint, config, context.layout, context.device, numerics.accumulate)
+    caches = KvCaches(config, geometry, numerics.accumulate, context.device)
+    logger.info("rank %d: %.1f MiB of KV caches", context.layout.rank, caches.num_bytes / 2**20)
+    transformer = Transformer(
+        config,
+        weights,
+        context.layout,
+        context.collectives,
+        context.experts,
+        caches,
+        load_token_map(context.checkpoint.path, config),
+        numerics,
+    )
+    return ShardRunner(transformer, context.experts, geometry, context.device)
 
 
 def _to_rows(sequence: ScheduledSequence) -> SequenceRows:

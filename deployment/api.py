@@ -165,7 +165,7 @@ class _Api:
         return ReplyHeader(id=request.request_id, created=int(self._now()), model=self._config.model_name)
 
     def _max_tokens(self, body: GenerationRequest, num_prompt_tokens: int) -> int:
-        """How many tokens to generate: what was asked for, or the rest of the context."""
+        """How many tokens to generate: what was asked for, or the endpoint's default, within the context."""
         limit = self._facts.max_model_len
         if num_prompt_tokens >= limit:
             raise ContextLengthError(
@@ -175,7 +175,8 @@ class _Api:
             )
         name, max_tokens = body.output_limit
         if max_tokens is None:
-            return limit - num_prompt_tokens
+            rest = limit - num_prompt_tokens
+            return min(rest, body.default_max_tokens or rest)
         if num_prompt_tokens + max_tokens > limit:
             raise ContextLengthError(
                 f"This model's maximum context length is {limit} tokens, and the request asks for "

@@ -154,7 +154,7 @@ class GenerationRequest(RequestPart):
 
     model: str = Field(max_length=256)
     max_tokens: int | None = Field(default=None, ge=1)
-    """Largest number of new tokens. Unset: the rest of the context."""
+    """Largest number of new tokens. Unset: see `default_max_tokens`."""
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=INT64_MAX)
@@ -211,6 +211,11 @@ class GenerationRequest(RequestPart):
     def prompt_field(self) -> str:
         """Name of the field that has the prompt."""
         raise NotImplementedError
+
+    @property
+    def default_max_tokens(self) -> int | None:
+        """Largest number of new tokens if the request does not say; None: the rest of the context."""
+        return None
 
     @property
     def output_limit(self) -> tuple[str, int | None]:
@@ -292,6 +297,11 @@ class CompletionRequest(GenerationRequest):
 
     best_of: Annotated[Any, _only(1)] = None
     suffix: Annotated[Any, _only("")] = None
+
+    @property
+    def default_max_tokens(self) -> int | None:
+        """As at OpenAI: completions without a limit are short."""
+        return 16
 
     @property
     def num_logprobs(self) -> int | None:

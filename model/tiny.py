@@ -130,7 +130,7 @@ _VARIANT_CHANGES: dict[Variant, dict[str, Any]] = {
     # A second ratio-1 KV source.
     "B": {"kv_source_layer_ids": [2, 4, 6, 9], "index_source_layer_ids": [2, 4, 6, 8, 9, 10]},
     # Room for chats, where a byte is a token. No weight depends on it.
-    "long": {"max_position_embeddings": 8192},
+    "long": {"max_position_embeddings": 2048},
     "wide": _WIDE,
     "wide_smooth": _WIDE | _SMOOTH | {"dspark_num_experts_per_tok": 8},
 }

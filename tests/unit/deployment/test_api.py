@@ -118,12 +118,18 @@ async def test_requests_have_their_own_ids(route: str):
     assert engine.requests[0].request_id != engine.requests[1].request_id
 
 
-@on_both_routes
-async def test_without_a_limit_a_reply_may_fill_the_context(route: str):
+async def test_without_a_limit_a_chat_reply_may_fill_the_context():
     engine = create_engine()
-    await post_json(engine, route)
+    await post_json(engine, CHAT)
     [request] = engine.requests
     assert len(request.prompt_token_ids) + request.max_tokens == MAX_MODEL_LEN
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "max_tokens"), [(5, 16), (MAX_MODEL_LEN - 3, 3)])
+async def test_without_a_limit_a_completion_is_short(num_prompt_tokens: int, max_tokens: int):
+    engine = create_engine()
+    await post_json(engine, COMPLETIONS, prompt=[5] * num_prompt_tokens)
+    assert engine.requests[0].max_tokens == max_tokens
 
 
 async def test_the_newer_name_of_the_output_limit_is_understood():
