@@ -41,23 +41,22 @@ class KVBlocks:
 
     def covers(self, request_id: str, num_tokens: int) -> bool:
         """Whether the request's blocks hold `num_tokens` tokens."""
-        return len(self._tables[request_id]) >= num_blocks_for(num_tokens, self._block_size)
+        return num_tokens <= len(self._tables[request_id]) * self._block_size
 
-    def block_table(self, request_id: str, num_tokens: int) -> list[int]:
-        """The blocks that hold the request's first `num_tokens` tokens, in order."""
-        return self._tables[request_id][: num_blocks_for(num_tokens, self._block_size)]
+    def block_table(self, request_id: str) -> list[int]:
+        """The request's blocks in the order of its positions: the list itself, which grows with `cover`."""
+        return self._tables[request_id]
 
     def cover(self, request_id: str, num_tokens: int) -> bool:
         """Extend the request's table to hold `num_tokens` tokens; False, and no change, if blocks lack."""
-        table = self._tables.get(request_id)
-        num_missing = num_blocks_for(num_tokens, self._block_size) - (len(table) if table else 0)
-        if num_missing <= 0:
+        table = self._tables.get(request_id, [])
+        if num_tokens <= len(table) * self._block_size:
             return True
+        num_missing = num_blocks_for(num_tokens, self._block_size) - len(table)
         if num_missing > len(self._free):
             return False
-        if table is None:
-            table = self._tables[request_id] = []
         table.extend(self._free.pop() for _ in range(num_missing))
+        self._tables[request_id] = table
         return True
 
     def release(self, request_id: str) -> None:
