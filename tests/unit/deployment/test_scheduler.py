@@ -1,0 +1,483 @@
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from actors.messages import AddRequest, RequestOutput, SamplingParams, StepInput
+from deployment.scheduler import RETRY_AFTER_S, Scheduler
+from tests.unit.deployment.builders import (
+    EOS,
+    create_request,
+    create_requests,
+    create_scheduler,
+    output_tokens,
+    solo_tokens,
+)
+from tests.unit.deployment.fake_executor import FakeExecutor
+
+
+def create(**limits: int) -> tuple[Scheduler, FakeExecutor]:
+    scheduler = create_scheduler(**limits)
+    return scheduler, FakeExecutor(scheduler.limits.block_size)
+
+
+def add_all(scheduler: Scheduler, requests: list[AddRequest]) -> None:
+    assert [scheduler.add(request) for request in requests] == [None] * len(requests)
+
+
+def step(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestOutput]:
+    step_input = scheduler.schedule()
+    assert step_input is not None
+    scheduler.check_integrity()
+    outputs = scheduler.update(executor.execute(step_input))
+    scheduler.check_integrity()
+    return outputs
+
+
+def drain(scheduler: Scheduler, executor: FakeExecutor, max_steps: int = 1000) -> list[RequestOutput]:
+    outputs = []
+    for _ in range(max_steps):
+        if not scheduler.has_requests:
+            assert scheduler.schedule() is None
+            return outputs
+        outputs += step(scheduler, executor)
+    raise AssertionError(f"not done after {max_steps} steps: {scheduler._requests}")
+
+
+def news_of(request: AddRequest, outputs: list[RequestOutput]) -> list[RequestOutput]:
+    return [output for output in outputs if output.request_id == request.request_id]
+
+
+def rows(step_input: StepInput | None) -> list[int]:
+    assert step_input is not None
+    return [len(sequence.token_ids) for sequence in step_input.sequences]
+
+
+def test_without_requests_there_is_no_step():
+    scheduler = create_scheduler()
+    assert not scheduler.has_requests
+    assert scheduler.schedule() is None
+
+
+def test_a_request_is_prefilled_in_one_step_and_then_decoded_token_by_token():
+    scheduler, executor = create()
+    request = create_request(5, max_tokens=3)
+    scheduler.add(request)
+    outputs = drain(scheduler, executor)
+    assert [rows(step_input) for step_input in executor.steps] == [[5], [1], [1]]
+    assert output_tokens(outputs, request) == solo_tokens(request)
+    assert [output.finish_reason for output in outputs] == [None, None, "length"]
+
+
+def test_step_ids_ascend_from_one():
+    scheduler, executor = create()
+    scheduler.add(create_request(max_tokens=3))
+    drain(scheduler, executor)
+    assert [step_input.step_id for step_input in executor.steps] == [1, 2, 3]
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_and_only_the_last_one_samples():
+    scheduler, executor = create(max_num_batched_tokens=4)
+    scheduler.add(create_request(10, max_tokens=1))
+    drain(scheduler, executor)
+    sequences = [step_input.sequences[0] for step_input in executor.steps]
+    assert [(s.start_position, len(s.token_ids)) for s in sequences] == [(0, 4), (4, 4), (8, 2)]
+    assert [s.sampling is not None for s in sequences] == [False, False, True]
+
+
+def test_a_step_brings_the_three_true_tokens_before_its_rows():
+    scheduler, executor = create(max_num_batched_tokens=2)
+    scheduler.add(create_request([3, 4, 5, 6, 7], max_tokens=2))
+    drain(scheduler, executor)
+    histories = [step_input.sequences[0].history for step_input in executor.steps]
+    assert histories == [[], [3, 4], [4, 5, 6], [5, 6, 7]]
+
+
+def test_a_chunk_in_the_middle_of_a_prompt_is_no_news():
+    scheduler, executor = create(max_num_batched_tokens=4)
+    scheduler.add(create_request(10, max_tokens=1))
+    assert [len(step(scheduler, executor)) for _ in range(3)] == [0, 0, 1]
+
+
+def test_decodes_come_before_prefill_and_share_the_budget_with_it():
+    scheduler, executor = create(max_num_batched_tokens=4)
+    scheduler.add(create_request(2, max_tokens=9))
+    step(scheduler, executor)
+    scheduler.add(create_request(7, max_tokens=9))
+    assert [rows(scheduler.schedule())] == [[1, 3]]
+
+
+def test_a_chunk_shrinks_so_that_no_decode_waits():
+    scheduler, executor = create(max_num_batched_tokens=2, max_num_seqs=4)
+    add_all(scheduler, create_requests(2, prompt=1, max_tokens=20))
+    add_all(scheduler, create_requests(2, prompt=6, max_tokens=20))
+    for _ in range(5):
+        step(scheduler, executor)
+    assert rows(executor.steps[-1]) == [1, 1]
+    assert scheduler.num_waiting == 2
+
+
+def test_budget_that_a_prompt_leaves_goes_to_the_next_request():
+    scheduler, _ = create(max_num_batched_tokens=8)
+    add_all(scheduler, create_requests(3, prompt=3))
+    assert rows(scheduler.schedule()) == [3, 3, 2]
+
+
+def test_no_more_requests_run_than_there_are_slots():
+    scheduler, executor = create(max_num_seqs=2)
+    add_all(scheduler, create_requests(5))
+    step_input = scheduler.schedule()
+    assert step_input is not None
+    assert sorted(s.state_slot for s in step_input.sequences) == [0, 1]
+    assert scheduler.num_waiting == 3
+    scheduler.update(executor.execute(step_input))
+    drain(scheduler, executor)
+
+
+def test_a_finished_request_leaves_its_slot_to_the_next_one():
+    scheduler, executor = create(max_num_seqs=1)
+    first, second = create_requests(2, max_tokens=1)
+    add_all(scheduler, [first, second])
+    assert [output.request_id for output in step(scheduler, executor)] == [first.request_id]
+    assert [output.request_id for output in step(scheduler, executor)] == [second.request_id]
+
+
+def test_waiting_requests_are_admitted_in_the_order_of_arrival_even_if_a_later_one_would_fit():
+    scheduler, executor = create(num_blocks=9, max_model_len=33)
+    add_all(scheduler, [create_request(16, max_tokens=9), create_request(16), create_request(1)])
+    step(scheduler, executor)
+    step(scheduler, executor)
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 2)
+
+
+def test_the_stop_token_is_reported():
+    scheduler, executor = create()
+    request = create_request(max_tokens=40, ignore_eos=False)
+    scheduler.add(request)
+    outputs = drain(scheduler, executor)
+    assert outputs[-1].finish_reason == "stop"
+    assert outputs[-1].stop_token_id == EOS
+    assert output_tokens(outputs, request)[-1] == EOS
+
+
+def test_a_request_that_ends_by_length_reports_no_stop_token():
+    scheduler, executor = create()
+    scheduler.add(create_request(max_tokens=1, stop_token_ids=[]))
+    assert drain(scheduler, executor)[-1].stop_token_id is None
+
+
+def test_a_request_may_fill_the_whole_context():
+    scheduler, executor = create(max_model_len=13, block_size=4, num_blocks=4)
+    request = create_request(12, max_tokens=50)
+    scheduler.add(request)
+    outputs = drain(scheduler, executor)
+    assert outputs[-1].finish_reason == "length"
+    assert len(output_tokens(outputs, request)) == 1
+
+
+def test_a_prompt_that_leaves_no_room_for_output_is_invalid():
+    error = create_scheduler(max_model_len=13).add(create_request(13))
+    assert error is not None
+    assert error.kind == "invalid"
+    assert "13 tokens" in error.message
+    assert "at most 12" in error.message
+
+
+def test_an_empty_prompt_is_invalid():
+    error = create_scheduler().add(create_request([]))
+    assert error is not None
+    assert error.kind == "invalid"
+
+
+def test_a_request_for_no_tokens_is_invalid():
+    error = create_scheduler().add(create_request(max_tokens=0))
+    assert error is not None
+    assert error.kind == "invalid"
+
+
+def test_more_waiting_requests_than_allowed_are_refused_with_a_time_to_retry():
+    scheduler, executor = create(max_num_seqs=2, max_waiting_requests=3)
+    add_all(scheduler, create_requests(5))
+    error = scheduler.add(create_request())
+    assert error is not None
+    assert (error.kind, error.retry_after_s) == ("overloaded", RETRY_AFTER_S)
+    step(scheduler, executor)
+    refused = [scheduler.add(request) is not None for request in create_requests(2)]
+    assert refused == [True, True]
+
+
+def test_with_no_waiting_allowed_free_slots_still_take_requests():
+    scheduler, executor = create(max_num_seqs=2, max_waiting_requests=0)
+    add_all(scheduler, create_requests(2))
+    assert scheduler.add(create_request()) is not None
+    drain(scheduler, executor)
+    assert scheduler.add(create_request()) is None
+
+
+def test_two_open_requests_cannot_share_an_id():
+    scheduler = create_scheduler()
+    request = create_request()
+    scheduler.add(request)
+    with pytest.raises(AssertionError, match="is open already"):
+        scheduler.add(request)
+
+
+def create_crowded() -> tuple[Scheduler, FakeExecutor, list[AddRequest]]:
+    """Two requests that fit together at first and not to their end."""
+    scheduler, executor = create(max_num_seqs=2, block_size=4, num_blocks=7, max_model_len=21)
+    requests = create_requests(2, prompt=4, max_tokens=14)
+    add_all(scheduler, requests)
+    return scheduler, executor, requests
+
+
+def test_when_blocks_run_out_the_newest_request_waits_and_continues_without_losing_or_repeating_a_token():
+    scheduler, executor, requests = create_crowded()
+    outputs = drain(scheduler, executor)
+    assert scheduler.num_preemptions >= 1
+    for request in requests:
+        assert output_tokens(outputs, request) == solo_tokens(request)
+    finished = [output.request_id for output in outputs if output.finish_reason]
+    assert finished == [request.request_id for request in requests]
+
+
+def test_a_preempted_request_is_prefilled_with_its_output_before_those_that_came_later():
+    scheduler, executor, _ = create_crowded()
+    add_all(scheduler, [create_request(1, max_tokens=1)])
+    drain(scheduler, executor)
+    prefills = [s for step_input in executor.steps for s in step_input.sequences if s.start_position == 0]
+    assert [len(s.token_ids) for s in prefills] == [4, 4, 13, 1]
+
+
+def test_the_prompt_computed_again_counts_again_and_output_counts_once():
+    scheduler, executor, requests = create_crowded()
+    outputs = drain(scheduler, executor)
+    assert scheduler.num_generated_tokens == sum(len(output_tokens(outputs, request)) for request in requests)
+    assert scheduler.num_prompt_tokens == 4 * (2 + scheduler.num_preemptions)
+
+
+def test_an_admission_leaves_a_block_for_each_running_request_to_grow():
+    scheduler, executor = create(num_blocks=6, block_size=4, max_model_len=21)
+    add_all(scheduler, [create_request(8, max_tokens=8), create_request(9)])
+    step(scheduler, executor)
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
+    assert scheduler.num_free_blocks == 3
+
+
+def test_a_waiting_request_is_aborted_at_once():
+    scheduler = create_scheduler()
+    request = create_request()
+    scheduler.add(request)
+    scheduler.abort(request.request_id)
+    assert scheduler.schedule() is None
+    scheduler.check_integrity()
+
+
+def test_a_running_request_aborted_between_steps_frees_its_memory_at_once():
+    scheduler, executor = create()
+    request = create_request()
+    scheduler.add(request)
+    step(scheduler, executor)
+    scheduler.abort(request.request_id)
+    assert scheduler.num_free_blocks == scheduler.limits.num_blocks - 1
+    assert scheduler.schedule() is None
+
+
+def test_a_request_aborted_in_flight_keeps_its_memory_until_the_step_is_back():
+    scheduler, executor = create()
+    gone, stays = create_requests(2, max_tokens=1)
+    add_all(scheduler, [gone, stays])
+    step_input = scheduler.schedule()
+    assert step_input is not None
+    num_free = scheduler.num_free_blocks
+    scheduler.abort(gone.request_id)
+    scheduler.abort(gone.request_id)
+    assert scheduler.num_free_blocks == num_free
+    scheduler.check_integrity()
+    outputs = scheduler.update(executor.execute(step_input))
+    assert [output.request_id for output in outputs] == [stays.request_id]
+    assert scheduler.num_free_blocks == scheduler.limits.num_blocks - 1
+    scheduler.check_integrity()
+
+
+def test_aborting_an_unknown_request_is_ignored():
+    create_scheduler().abort("nobody")
+
+
+def test_a_sequence_error_ends_its_request_and_no_other():
+    scheduler, executor = create()
+    bad, good = create_requests(2)
+    add_all(scheduler, [bad, good])
+    step(scheduler, executor)
+    executor.failing_slots = {executor.steps[0].sequences[0].state_slot}
+    outputs = drain(scheduler, executor)
+    [failed] = news_of(bad, outputs)
+    assert failed.finish_reason == "error"
+    assert failed.error is not None
+    assert (failed.error.kind, failed.error.message) == ("internal", "non-finite logits")
+    assert news_of(good, outputs)[-1].finish_reason == "length"
+
+
+def test_a_second_step_cannot_be_scheduled_while_one_is_in_flight():
+    scheduler = create_scheduler()
+    scheduler.add(create_request())
+    scheduler.schedule()
+    with pytest.raises(AssertionError, match="is in flight"):
+        scheduler.schedule()
+
+
+def test_the_output_of_another_step_is_not_accepted():
+    scheduler, executor = create()
+    scheduler.add(create_request())
+    step(scheduler, executor)
+    scheduler.schedule()
+    with pytest.raises(AssertionError, match="step_id"):
+        scheduler.update(executor.execute(executor.steps[0]))
+
+
+def test_a_broken_promise_is_found():
+    scheduler, executor = create()
+    add_all(scheduler, create_requests(2))
+    step(scheduler, executor)
+    scheduler._running.reverse()
+    with pytest.raises(AssertionError):
+        scheduler.check_integrity()
+
+
+LIMITS = st.builds(
+    lambda max_model_len, block_size, spare, **other: {
+        "max_model_len": max_model_len,
+        "block_size": block_size,
+        "num_blocks": 1 + -(-(max_model_len - 1) // block_size) + spare,
+        **other,
+    },
+    max_model_len=st.integers(8, 24),
+    block_size=st.integers(1, 5),
+    spare=st.integers(0, 8),
+    max_num_seqs=st.integers(1, 5),
+    max_num_batched_tokens=st.integers(1, 12),
+    max_waiting_requests=st.integers(0, 6),
+)
+
+
+def max_steps(request: AddRequest, limits: dict[str, int]) -> int:
+    """Steps that a request needs from when it is the oldest."""
+    num_tokens = len(request.prompt_token_ids) + request.max_tokens
+    return -(-num_tokens // limits["max_num_batched_tokens"]) + request.max_tokens
+
+
+class AnyTraffic(RuleBasedStateMachine):
+    """Adds, aborts, fails and steps requests in any order, under any limits.
+
+    After every rule the accounting is exact. Every token that a request got is the token it gets alone; at
+    the end each request has ended once, in a bounded number of steps, and nothing is left.
+    """
+
+    requests: Bundle[AddRequest] = Bundle("requests")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_flight: StepInput | None = None
+        self.outputs: list[RequestOutput] = []
+        self.accepted: dict[str, AddRequest] = {}
+        self.aborted: set[str] = set()
+        self.ids = itertools.count()
+
+    @initialize(limits=LIMITS)
+    def start(self, limits: dict[str, int]) -> None:
+        self.limits = limits
+        self.scheduler = create_scheduler(**limits)
+        self.executor = FakeExecutor(limits["block_size"])
+
+    @rule(
+        target=requests,
+        prompt=st.lists(st.integers(2, 12), min_size=1, max_size=16),
+        max_tokens=st.integers(1, 12),
+        seed=st.integers(0, 3),
+        stop_token_ids=st.lists(st.integers(0, 12), max_size=1),
+        ignore_eos=st.booleans(),
+    )
+    def add(self, prompt: list[int], max_tokens: int, **options: object) -> AddRequest:
+        request = AddRequest(
+            request_id=str(next(self.ids)),
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(seed=options.pop("seed")),
+            max_tokens=max_tokens,
+            **options,
+        )
+        if self.scheduler.add(request) is None:
+            self.accepted[request.request_id] = request
+        return request
+
+    @rule(request=requests)
+    def abort(self, request: AddRequest) -> None:
+        self.scheduler.abort(request.request_id)
+        self.aborted.add(request.request_id)
+
+    @precondition(lambda self: self.in_flight is None)
+    @rule()
+    def schedule(self) -> None:
+        self.in_flight = self.scheduler.schedule()
+
+    @precondition(lambda self: self.in_flight is not None)
+    @rule(failing=st.sampled_from([None, None, None, 0, 1]))
+    def update(self, failing: int | None) -> None:
+        if failing is not None:
+            self.executor.failing_slots = {failing}
+        self.outputs += self.scheduler.update(self.executor.execute(self.in_flight))
+        self.in_flight = None
+
+    @precondition(lambda self: self.in_flight is None)
+    @rule(count=st.integers(1, 10))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.schedule()
+            if self.in_flight is not None:
+                self.update(None)
+                self.scheduler.check_integrity()
+
+    @invariant()
+    def accounting_is_exact(self) -> None:
+        self.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        if self.in_flight is not None:
+            self.update(None)
+        bound = sum(max_steps(request, self.limits) for request in self.accepted.values())
+        self.outputs += drain(self.scheduler, self.executor, bound + 1)
+        assert self.scheduler.num_free_blocks == self.limits["num_blocks"] - 1
+        for request in self.accepted.values():
+            self.check_news(request)
+
+    def check_news(self, request: AddRequest) -> None:
+        news = news_of(request, self.outputs)
+        tokens, expected = output_tokens(news, request), solo_tokens(request, self.limits["max_model_len"])
+        assert tokens == expected[: len(tokens)]
+        ends = [output.finish_reason for output in news if output.finish_reason is not None]
+        if ends in (["stop"], ["length"]):
+            assert tokens == expected
+        else:
+            assert ends == ["error"] or (ends == [] and request.request_id in self.aborted)
+
+
+TestAnyTrafficGivesEveryRequestItsSoloTokensAndLeaksNothing = AnyTraffic.TestCase
+TestAnyTrafficGivesEveryRequestItsSoloTokensAndLeaksNothing.settings = settings(
+    max_examples=150, stateful_step_count=30, deadline=None
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(limits=LIMITS, lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), max_size=10))
+def test_every_request_finishes_within_the_steps_it_needs_as_the_oldest(
+    limits: dict[str, int], lengths: list[tuple[int, int]]
+):
+    scheduler, executor = create(**limits | {"max_waiting_requests": 100})
+    requests = [
+        create_request(min(prompt, limits["max_model_len"] - 1), max_tokens=max_tokens)
+        for prompt, max_tokens in lengths
+    ]
+    add_all(scheduler, requests)
+    outputs = drain(scheduler, executor, 1 + sum(max_steps(request, limits) for request in requests))
+    for request in requests:
+        assert output_tokens(outputs, request) == solo_tokens(request, limits["max_model_len"])
