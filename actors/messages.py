@@ -57,7 +57,7 @@ class ScheduledSequence(Message, frozen=True):
     history: list[int]
     """The true tokens just before `start_position`, oldest first: `min(3, start_position)` of them."""
     block_table: list[int]
-    """Physical block of each logical block of `block_size` tokens, as many as cover the last row."""
+    """Physical block of each logical block of `block_size` tokens, at least as many as cover the last row."""
     decoder_start: int = 0
     """First position that the decoder layers were evaluated at; earlier rows of theirs do not exist."""
     sampling: SamplingParams | None = None
