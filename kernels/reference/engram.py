@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.reference.activation import sigmoid
+
 
 def inject_engram(
     stream: Tensor,
@@ -21,7 +23,8 @@ def inject_engram(
         stream: `[num_tokens, m, hidden]` bf16.
         key: `[num_tokens, m, hidden]` bf16.
         value: `[num_tokens, hidden]` bf16.
-        q_weight, k_weight: `[m, hidden]` bf16; inside the product, not inside the norms.
+        q_weight: `[m, hidden]` bf16; inside the product, not inside the norms.
+        k_weight: same.
         norm_eps: RMS epsilon.
         accumulate: float32 or float64.
     Returns: `[num_tokens, m, hidden]` bf16.
@@ -35,5 +38,5 @@ def inject_engram(
         * torch.rsqrt(k.square().mean(dim=-1) + norm_eps)
     )
     dot = dot * stream.shape[-1] ** -0.5
-    gate = torch.sigmoid(torch.copysign(dot.abs().clamp_min(1e-6).sqrt(), dot))
+    gate = sigmoid(torch.copysign(dot.abs().clamp_min(1e-6).sqrt(), dot))
     return (x + gate.unsqueeze(-1) * value.to(accumulate).unsqueeze(1)).to(torch.bfloat16)

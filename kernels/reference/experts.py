@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from kernels.formats import PageLayout
+from kernels.reference.activation import silu
 from kernels.reference.linear import linear, linear_bf16
 from kernels.reference.quantize import dequantize_mxfp4, quantize_q8
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float, accumulate: torch.dtype) -> Tensor:
-    """`silu(min(gate, limit)) * clamp(up, -limit, limit)`: bf16 in, `accumulate` out; the gate is cut from above only."""
+    """`silu(min(gate, limit)) * clamp(up, -limit, limit)`: bf16 in, `accumulate` out; the gate has no lower limit."""
     g = gate.to(accumulate).clamp_max(limit)
     u = up.to(accumulate).clamp(-limit, limit)
-    return torch.nn.functional.silu(g) * u
+    return silu(g) * u
 
 
 def expert_mlp(

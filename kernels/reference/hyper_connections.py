@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.reference.activation import sigmoid
 from kernels.reference.linear import linear
 
 
@@ -50,19 +51,20 @@ def compute_mixes(
     rms = torch.rsqrt(v.square().mean(dim=-1, keepdim=True) + norm_eps)
     mixed = linear(v, fn, accumulate) * rms
     base, scale = base.to(accumulate), scale.to(accumulate)
-    pre = torch.sigmoid(mixed[:, :m] * scale[0] + base[:m]) + hc_eps
-    post = 2 * torch.sigmoid(mixed[:, m : 2 * m] * scale[1] + base[m : 2 * m])
+    pre = sigmoid(mixed[:, :m] * scale[0] + base[:m]) + hc_eps
+    post = 2 * sigmoid(mixed[:, m : 2 * m] * scale[1] + base[m : 2 * m])
     comb = (mixed[:, 2 * m :] * scale[2] + base[2 * m :]).unflatten(-1, (m, m))
     return Mixes(pre, post, sinkhorn(comb, sinkhorn_iters, hc_eps))
 
 
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     """Alternate row and column normalisation: `[..., m, m]` to `[..., m, m]`, in the dtype of `logits`."""
-    c = torch.softmax(logits, dim=-1) + eps
-    c = c / (c.sum(dim=-2, keepdim=True) + eps)
+    epsilon = logits.new_tensor(eps)  # as a plain number it would be converted at every addition
+    c = torch.softmax(logits, dim=-1) + epsilon
+    c = c / (c.sum(dim=-2, keepdim=True) + epsilon)
     for _ in range(iters - 1):
-        c = c / (c.sum(dim=-1, keepdim=True) + eps)
-        c = c / (c.sum(dim=-2, keepdim=True) + eps)
+        c = c / (c.sum(dim=-1, keepdim=True) + epsilon)
+        c = c / (c.sum(dim=-2, keepdim=True) + epsilon)
     return c
 
 

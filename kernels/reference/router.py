@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.reference.activation import softplus
 from kernels.reference.linear import linear
 
 
@@ -23,7 +24,7 @@ def route(
     Returns: `topk_idx` `[num_tokens, num_topk]` int64, ascending; `topk_weights`, same shape, `accumulate`.
     Notes: ties go to the lower expert.
     """
-    scores = torch.nn.functional.softplus(linear(x, gate, accumulate)).sqrt()
+    scores = softplus(linear(x, gate, accumulate)).sqrt()
     order = torch.sort(scores + bias.to(accumulate), dim=-1, descending=True, stable=True).indices
     topk_idx = order[:, :num_topk].sort(dim=-1).values
     weights = scores.gather(1, topk_idx)
