@@ -9,10 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-CPU_ROW_TILE = 16
-"""Rows of one CPU product. BLAS picks its kernel, and with it the order of additions, by the number of rows; a fixed
-number makes a row's result independent of the rows beside it (tested in tests/kernels/test_linear.py)."""
-
 
 def linear(x: Tensor, w: Tensor, accumulate: torch.dtype) -> Tensor:
     """`x @ w.T`, accumulated and returned in `accumulate`.
@@ -26,10 +22,10 @@ def linear(x: Tensor, w: Tensor, accumulate: torch.dtype) -> Tensor:
     x, w = x.to(accumulate), w.to(accumulate)
     if x.device.type != "cpu":
         return x @ w.T
-    num_rows = x.shape[0]
-    padded = torch.nn.functional.pad(x, (0, 0, 0, -num_rows % CPU_ROW_TILE))
-    out = [tile @ w.T for tile in padded.split(CPU_ROW_TILE)]
-    return torch.cat(out)[:num_rows] if out else x.new_zeros((0, w.shape[0]))
+    # One product per row: BLAS chooses its kernel, and with it the order of additions, by the number of rows, and some
+    # kernels add in an order that depends on the row's place.
+    rows = x.contiguous().unsqueeze(1)  # [num_rows, 1, in]
+    return torch.bmm(rows, w.T.expand(x.shape[0], -1, -1)).squeeze(1)
 
 
 def linear_bf16(x: Tensor, w: Tensor, accumulate: torch.dtype) -> Tensor:
