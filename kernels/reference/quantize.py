@@ -6,6 +6,8 @@ Scales and codes are exact whatever the accumulation dtype: they are computed in
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -17,9 +19,36 @@ from kernels.formats import (
     MXFP4_GROUP,
     NVFP4_GROUP,
     UE8M0_BIAS,
+    UE8M0_NAN,
 )
 
 _FP8 = torch.float8_e4m3fn
+_MANTISSA_BITS = 0x007FFFFF
+_INFINITY_BITS = 0x7F800000
+
+
+@cache
+def _e2m1_values(device: torch.device) -> Tensor:
+    """`[16]` float32: value of each code."""
+    return torch.tensor([*E2M1_MAGNITUDES, *(-value for value in E2M1_MAGNITUDES)], device=device)
+
+
+@cache
+def _e2m1_pairs(device: torch.device) -> Tensor:
+    """`[256]`: values of the two codes of each byte, two float32 seen as one int64 so that one look-up gets both."""
+    byte = torch.arange(256, dtype=torch.uint8, device=device)
+    return decode_e2m1(unpack_nibbles(byte.unsqueeze(-1))).view(torch.int64).squeeze(-1)
+
+
+@cache
+def _ue8m0_values(device: torch.device) -> Tensor:
+    """`[256]` float32: value of each scale byte."""
+    powers = [2.0 ** (code - UE8M0_BIAS) for code in range(UE8M0_NAN)]
+    return torch.tensor([*powers, torch.nan], device=device)
+
+
+def _look_up(table: Tensor, code: Tensor) -> Tensor:
+    return table.index_select(0, code.flatten().int()).view(code.shape)
 
 
 def pow2ceil(amax: Tensor, reciprocal_of: float) -> Tensor:
@@ -28,26 +57,23 @@ def pow2ceil(amax: Tensor, reciprocal_of: float) -> Tensor:
     Args:
         amax: any shape, positive; taken in FP32.
         reciprocal_of: the format's largest value; its FP32-rounded reciprocal is the factor.
-    Returns: FP32 powers of two, same shape.
+    Returns: FP32 powers of two, same shape; infinity for an infinite `amax` or NaN.
     """
-    # float32(1 / 448) and float32(1 / 6) are part of the format: a division would round differently.
-    t = amax.to(torch.float32) * torch.tensor(1.0 / reciprocal_of, dtype=torch.float32, device=amax.device)
-    bits = t.view(torch.int32)
-    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
-    return (exponent << 23).view(torch.float32)
+    # The factor is rounded to FP32 like every scalar; a division would round differently.
+    t = amax.to(torch.float32) * (1.0 / reciprocal_of)
+    bits = t.view(torch.int32).clamp_max(_INFINITY_BITS)
+    # Any mantissa bit carries into the exponent.
+    return ((bits + _MANTISSA_BITS) & _INFINITY_BITS).view(torch.float32)
 
 
 def encode_ue8m0(scale: Tensor) -> Tensor:
-    """Exponent bytes of FP32 powers of two: `[...]` float32 to `[...]` uint8."""
+    """Exponent bytes of FP32 powers of two: `[...]` float32 to `[...]` uint8; infinity gives 255, the NaN."""
     return (scale.view(torch.int32) >> 23).to(torch.uint8)
 
 
 def decode_ue8m0(code: Tensor) -> Tensor:
     """FP32 values `2 ** (code - 127)` of exponent bytes; 255 is NaN, 0 is the FP32 subnormal `2 ** -127`."""
-    exponent = code.to(torch.int32)
-    bits = torch.where(exponent == 0, torch.full_like(exponent, 1 << 22), exponent << 23)
-    value = bits.view(torch.float32)
-    return torch.where(exponent == 255, torch.full_like(value, torch.nan), value)
+    return _look_up(_ue8m0_values(code.device), code)
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
@@ -57,21 +83,20 @@ def encode_e2m1(x: Tensor) -> Tensor:
         x: `[...]` float.
     Returns: `[...]` uint8 in 0..15.
     """
-    magnitude = x.abs()
-    code = torch.zeros_like(x, dtype=torch.uint8)
-    for lower in range(7):
-        middle = (E2M1_MAGNITUDES[lower] + E2M1_MAGNITUDES[lower + 1]) / 2
-        # A value on the midpoint goes to the even code: up to `lower + 1` only if that one is even.
-        above = magnitude >= middle if (lower + 1) % 2 == 0 else magnitude > middle
-        code = torch.where(above, torch.full_like(code, lower + 1), code)
-    return code | (torch.signbit(x).to(torch.uint8) << 3)
+    magnitude = x.abs().clamp_max(E2M1_MAX)
+    # Magnitudes step by 1/2 up to 2, by 1 up to 4, by 2 up to 6. `round` takes ties to the even number of steps, and
+    # that is the even code.
+    code = torch.where(
+        magnitude < 2,
+        torch.round(magnitude * 2),
+        torch.where(magnitude < 4, torch.round(magnitude) + 2, torch.round(magnitude / 2) + 4),
+    )
+    return code.to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << 3)
 
 
 def decode_e2m1(code: Tensor) -> Tensor:
     """FP32 values of e2m1 codes 0..15: `[...]` uint8 to `[...]` float32."""
-    values = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float32, device=code.device)
-    magnitude = values[(code & 7).long()]
-    return torch.where(code >= 8, -magnitude, magnitude)
+    return _look_up(_e2m1_values(code.device), code)
 
 
 def pack_nibbles(code: Tensor) -> Tensor:
@@ -100,8 +125,8 @@ def quantize_q8(x: Tensor) -> Tensor:
 
 def quantize_q4u(x: Tensor) -> Tensor:
     """Q4u: round to e2m1 with a ue8m0 scale per 32 columns, and back: `[..., n]` bf16 to `[..., n]` bf16, exact."""
-    codes, scale = encode_mxfp4(x.to(torch.float32))
-    return dequantize_mxfp4(codes, scale).to(torch.bfloat16)
+    codes, scale = _mxfp4_codes(x.to(torch.float32))
+    return (decode_e2m1(codes) * scale).flatten(-2).to(torch.bfloat16)
 
 
 def quantize_q4n(x: Tensor) -> Tensor:
@@ -109,7 +134,7 @@ def quantize_q4n(x: Tensor) -> Tensor:
     groups = x.to(torch.float32).unflatten(-1, (-1, NVFP4_GROUP))
     amax = groups.abs().amax(dim=-1, keepdim=True).clamp_min(E2M1_MAX * 2.0**-9)
     scale = (amax / E2M1_MAX).clamp_max(E4M3_MAX).to(_FP8).to(torch.float32)
-    codes = encode_e2m1((groups / scale).clamp(-E2M1_MAX, E2M1_MAX))
+    codes = encode_e2m1(groups / scale)
     return (decode_e2m1(codes) * scale).flatten(-2).to(torch.bfloat16)
 
 
@@ -120,11 +145,16 @@ def encode_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
         x: `[..., n]` float32, `n` a multiple of 32.
     Returns: packed codes `[..., n // 2]` uint8 and scales `[..., n // 32]` uint8 (ue8m0).
     """
+    codes, scale = _mxfp4_codes(x)
+    return pack_nibbles(codes.flatten(-2)), encode_ue8m0(scale.squeeze(-1))
+
+
+def _mxfp4_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes `[..., n // 32, 32]` uint8 and FP32 scales `[..., n // 32, 1]` of `[..., n]` float32."""
     groups = x.unflatten(-1, (-1, MXFP4_GROUP))
     amax = groups.abs().amax(dim=-1, keepdim=True).clamp_min(E2M1_MAX * 2.0**-126)
     scale = pow2ceil(amax, E2M1_MAX)
-    codes = encode_e2m1((groups / scale).clamp(-E2M1_MAX, E2M1_MAX)).flatten(-2)
-    return pack_nibbles(codes), encode_ue8m0(scale.squeeze(-1))
+    return encode_e2m1(groups / scale), scale
 
 
 def dequantize_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
@@ -135,7 +165,7 @@ def dequantize_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
         scales: `[..., n // 32]` uint8 (ue8m0).
     Returns: `[..., n]` float32, exact.
     """
-    groups = decode_e2m1(unpack_nibbles(codes)).unflatten(-1, (-1, MXFP4_GROUP))
+    groups = _look_up(_e2m1_pairs(codes.device), codes).view(torch.float32).unflatten(-1, (-1, MXFP4_GROUP))
     return (groups * decode_ue8m0(scales).unsqueeze(-1)).flatten(-2)
 
 
@@ -155,8 +185,12 @@ def encode_fp8_tiles(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_fp8_tiles(codes: Tensor, scales: Tensor) -> Tensor:
-    """Values of a dense FP8 weight: codes `[out, in]` float8_e4m3fn, scales `[out // 32, in // 32]` uint8 to
-    `[out, in]` float32, exact.
+    """Values of a dense FP8 weight.
+
+    Args:
+        codes: `[out, in]` float8_e4m3fn.
+        scales: `[out // 32, in // 32]` uint8 (ue8m0).
+    Returns: `[out, in]` float32, exact.
     """
     scale = decode_ue8m0(scales).repeat_interleave(FP8_TILE, dim=0).repeat_interleave(FP8_TILE, dim=1)
     return codes.to(torch.float32) * scale
@@ -179,6 +213,3 @@ def dequantize_fp8_rows(codes: Tensor, scales: Tensor) -> Tensor:
     """Inverse of `encode_fp8_rows`: `[..., n]` float8_e4m3fn and `[..., n // 32]` uint8 to `[..., n]` float32."""
     groups = codes.to(torch.float32).unflatten(-1, (-1, MXFP4_GROUP))
     return (groups * decode_ue8m0(scales).unsqueeze(-1)).flatten(-2)
-
-
-assert UE8M0_BIAS == 127, "decode_ue8m0 relies on the FP32 exponent bias"
