@@ -57,7 +57,7 @@ def apply_rope(x: Tensor, positions: Tensor, frequencies: Tensor, *, inverse: bo
     """
     rope_dim = 2 * frequencies.shape[0]
     angle = positions.to(frequencies.dtype).unsqueeze(-1) * frequencies  # [num_rows, rope_dim // 2]
-    angle = angle.view(x.shape[0], *(1,) * (x.dim() - 2), -1)
+    angle = angle.view(x.shape[0], *(1,) * (x.dim() - 2), rope_dim // 2)
     cos, sin = angle.cos(), angle.sin()
     if inverse:
         sin = -sin
