@@ -171,8 +171,9 @@ class EngineClient:
         try:
             while True:
                 self._take(self._decoder.decode(await self._inbox.recv()))
-        finally:
-            self.mark_dead("nothing is received from it any more")
+        except msgspec.DecodeError as error:
+            logger.exception("the engine core sent what is no message")
+            self.mark_dead(f"its message cannot be read: {error}")
 
     def _take(self, message: CoreMessage) -> None:
         match message:

@@ -271,6 +271,17 @@ def test_whenever_a_stream_is_read_it_gives_each_token_once_in_order(puts: list[
     assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + ["length"]
 
 
+async def test_a_core_that_sends_no_message_of_ours_counts_as_dead():
+    client = EngineClient()
+    waiting = asyncio.create_task(client.wait_until_ready())
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.connect(client.channel.outputs)
+        socket.send(msgspec.msgpack.encode({"type": "Greeting"}))
+        with pytest.raises(EngineDeadError, match="cannot be read: .*Greeting"):
+            await waiting
+    await client.shutdown()
+
+
 async def test_an_end_that_was_not_read_yet_outlives_the_death_of_the_engine():
     stream = RequestStream()
     stream.put(RequestOutput("a", finish_reason="stop"))
