@@ -262,7 +262,7 @@ class Scheduler:
             state_slot=self._slots.slot(request.request_id),
             start_position=start,
             token_ids=request.token_ids[start:end],
-            history=request.token_ids[max(0, start - HISTORY_LEN) : start],
+            history=request.token_ids[start - HISTORY_LEN if start > HISTORY_LEN else 0 : start],
             block_table=self._kv.block_table(request.request_id),
             sampling=sampling,
         )
