@@ -32,9 +32,8 @@ def sparse_attention(
     running_max = scores.new_full((num_rows, num_heads, 1), -1e30)
     total = scores.new_zeros((num_rows, num_heads, 1))
     out = scores.new_zeros((num_rows, num_heads, head_dim))
-    for block, block_values in zip(
-        scores.split(KEY_BLOCK, dim=2), values.split(KEY_BLOCK, dim=1), strict=True
-    ):
+    for start in range(0, keys.shape[1], KEY_BLOCK):
+        block, block_values = scores[:, :, start : start + KEY_BLOCK], values[:, start : start + KEY_BLOCK]
         new_max = torch.maximum(running_max, block.amax(dim=-1, keepdim=True))
         decay = torch.exp(running_max - new_max)
         p = torch.exp(block - new_max)
