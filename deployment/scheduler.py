@@ -38,7 +38,7 @@ from deployment.request import Request, RequestStatus
 HISTORY_LEN = 3
 """True tokens before a step's first row that a shard needs: the longest Engram n-gram less one."""
 RETRY_AFTER_S = 1.0
-"""What a refused caller is told to wait: about the time in which a busy engine ends one of its requests."""
+"""What a refused caller is told to wait: many steps, and still short for a person."""
 
 
 class Scheduler:
