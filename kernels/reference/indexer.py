@@ -30,11 +30,15 @@ def index_scores(
         accumulate: float32 or float64.
     Returns: `[num_rows, num_entries]`, `accumulate`.
     """
-    num_rows, num_heads, n = q.shape
-    dots = torch.matmul(q.to(accumulate).flatten(0, 1), keys.to(accumulate).T).view(num_rows, num_heads, -1)
-    dots = _round(dots, round_bf16)
+    # One product per row. Its kernel depends on the number of entries, its result does not: sums of fake-quantised
+    # products are exact.
+    dots = torch.bmm(q.to(accumulate), keys.to(accumulate).T.expand(q.shape[0], -1, -1))
+    dots = _round(dots, round_bf16)  # [num_rows, num_heads, num_entries]
     weighted = _round(dots.relu() * head_weights.to(accumulate).unsqueeze(-1), round_bf16)
-    scores = _round(weighted.sum(dim=1), round_bf16)
+    scores = weighted[:, 0]
+    for head in weighted.unbind(1)[1:]:  # `sum` would add in an order that depends on the number of entries
+        scores = scores + head
+    scores = _round(scores, round_bf16)
     entry = torch.arange(keys.shape[0], device=keys.device)
     return scores.masked_fill(entry >= num_visible.unsqueeze(-1), -torch.inf)
 
@@ -53,7 +57,7 @@ def candidate_pool(scores: Tensor, num_visible: Tensor, block_size: int, num_blo
         num_blocks: blocks kept, the pinned newest one included.
     Returns: `[num_rows, num_entries]` bool.
     """
-    num_rows, num_entries = scores.shape
+    num_entries = scores.shape[1]
     padded = torch.nn.functional.pad(scores, (0, -num_entries % block_size), value=-torch.inf)
     block_scores = padded.unflatten(-1, (-1, block_size)).amax(dim=-1)
     newest = ((num_visible - 1) // block_size).unsqueeze(-1)
@@ -72,7 +76,7 @@ def select_entries(scores: Tensor, num_topk: int) -> Tensor:
         num_topk: list length.
     Returns: `[num_rows, num_topk]` int64.
     """
-    num_rows, num_entries = scores.shape
+    num_entries = scores.shape[1]
     best, order = torch.sort(scores, dim=-1, descending=True, stable=True)
     chosen = order[:, :num_topk].masked_fill(best[:, :num_topk] == -torch.inf, num_entries)
     chosen = chosen.sort(dim=-1).values
