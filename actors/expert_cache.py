@@ -13,11 +13,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.config import ExpertCacheConfig, ShardConfig
 from actors.messages import CacheStats, PoolRegion
+from actors.names import CONTROL_GROUP, EXPERT_CACHE
 
 if TYPE_CHECKING:
     from actors.pool_loader import PoolLoader
-
-NAME = "expert_cache"
 
 
 def start_expert_cache(
@@ -38,24 +37,17 @@ def start_expert_cache(
         config: of the cache.
     Returns: the actor; `load` is the first thing to call.
     """
-    options = {
-        "name": NAME,
-        "namespace": namespace,
-        "num_cpus": 0,
-        "max_restarts": 0,
-        "concurrency_groups": {"control": 1},
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            placement_group, placement_group_bundle_index=0
-        ),
-    }
-    return ray.remote(ExpertCache).options(**options).remote(checkpoint, shard, config)
+    actor_class = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={CONTROL_GROUP: 1})(ExpertCache)
+    bundle = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=0)
+    named = actor_class.options(name=EXPERT_CACHE, namespace=namespace, scheduling_strategy=bundle)
+    return named.remote(checkpoint, shard, config)
 
 
 class ExpertCache:
     """Control plane of the expert pages; no step calls it.
 
     Protocol: `load` first, which may take minutes; again after shards were lost, which returns the same
-    regions. `stats` and `check_health` at any time, in the concurrency group `control`. `shutdown` last,
+    regions. `stats` and `check_health` at any time, in CONTROL_GROUP. `shutdown` last,
     once or twice. Shards that map the pool keep it when this actor dies.
     """
 

@@ -14,9 +14,6 @@ from actors.messages import ShardFailure, ShardPlace, ShardStart, ShardStats
 if TYPE_CHECKING:
     from actors.shard import RunnerFactory
 
-CONTROL_GROUP = "control"
-"""Concurrency group of the calls that are answered while `run` runs."""
-
 
 class GPUShard:
     """One rank of an engine.

@@ -70,9 +70,11 @@ class _ThreadCopy:
 
 
 class CudaCopier:
-    """CUDA: copies on a stream of its own, ordered with the computing stream by events; no host waits.
+    """CUDA: copies on a stream of its own, ordered with the computing stream by events.
 
-    `start` and `join` are called by the thread that computes, with its stream as the current one.
+    `start` and `join` are called by the thread that computes, with its stream as the current one. `join`
+    never makes the host wait; `start` does while the source is not registered with CUDA (6.5 GB/s, H200,
+    PCIe 5.0 x16).
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -13,8 +13,9 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.config import ShardConfig
-from actors.gpu_shard import CONTROL_GROUP, GPUShard
+from actors.gpu_shard import GPUShard
 from actors.messages import ShardFailure, ShardPlace, ShardStart
+from actors.names import CONTROL_GROUP, shard_name
 from actors.process import OtherProcess
 from deployment.bundles import Device, shard_bundle
 
@@ -85,7 +86,8 @@ class ShardGang:
         if not done:
             return None
         done, _ = ray.wait(self._runs, num_returns=len(self._runs), timeout=_GATHER_TIMEOUT_S)
-        return "; ".join(_why_ended(rank, run) for rank, run in enumerate(self._runs) if run in done)
+        reasons = [_why_ended(rank, run) for rank, run in enumerate(self._runs) if run in done]
+        return "; ".join(filter(None, reasons)) or "the shards stopped"
 
     def wait_for_all(self, timeout_s: float) -> None:
         """Wait until every shard has ended, at most `timeout_s`."""
@@ -103,26 +105,26 @@ class ShardGang:
 
 
 def _create_shard(rank: int, placement_group: PlacementGroup, namespace: str, device: Device) -> ActorHandle:
-    options: dict[str, Any] = {
-        "name": f"gpu_shard_{rank}",
-        "namespace": namespace,
-        "num_cpus": 0,
-        "num_gpus": 1 if device == "cuda" else 0,
-        "max_restarts": 0,
-        "max_task_retries": 0,
-        "concurrency_groups": {CONTROL_GROUP: 1},
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            placement_group, placement_group_bundle_index=shard_bundle(rank, device)
-        ),
-    }
-    return ray.remote(GPUShard).options(**options).remote(rank)
+    actor_class = ray.remote(
+        num_cpus=0,
+        num_gpus=1 if device == "cuda" else 0,
+        max_restarts=0,
+        max_task_retries=0,
+        concurrency_groups={CONTROL_GROUP: 1},
+    )(GPUShard)
+    bundle = PlacementGroupSchedulingStrategy(
+        placement_group, placement_group_bundle_index=shard_bundle(rank, device)
+    )
+    named = actor_class.options(name=shard_name(rank), namespace=namespace, scheduling_strategy=bundle)
+    return named.remote(rank)
 
 
-def _why_ended(rank: int, run: Any) -> str:
+def _why_ended(rank: int, run: Any) -> str | None:
+    """Why a shard's `run()` ended; None if it was told to."""
     try:
         failure: ShardFailure | None = ray.get(run)
     except RayError as error:
-        return f"rank {rank} died ({error})"
+        return f"rank {rank} died: {' '.join(str(error).split())}"
     if failure is None:
-        return f"rank {rank} stopped"
+        return None
     return f"rank {rank} failed in step {failure.step_id}: {failure.error}"

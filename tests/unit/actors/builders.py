@@ -7,15 +7,20 @@ from actors.messages import PoolContents
 
 
 def create_contents(
-    experts_per_layer: tuple[int, ...] = (3, 2), rank: int = 0, world_size: int = 1, ep_size: int = 1
+    experts_per_layer: tuple[int, ...] = (3, 2),
+    rank: int = 0,
+    world_size: int = 1,
+    ep_size: int = 1,
+    hidden_size: int = 32,
+    intermediate_size: int = 32,
 ) -> PoolContents:
     return PoolContents(
         model_hash="0123",
         rank=rank,
         world_size=world_size,
         ep_size=ep_size,
-        hidden_size=32,
-        intermediate_size=32,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
         experts_per_layer=experts_per_layer,
     )
 

@@ -83,12 +83,18 @@ def _own_a_pool(connection: Connection) -> None:
     connection.recv()
 
 
+def mapped_inodes() -> set[int]:
+    return {int(line.split()[4]) for line in Path("/proc/self/maps").read_text().splitlines()}
+
+
 def test_the_mapping_outlives_the_owner_and_nothing_outlives_the_mapping():
     ours, theirs = _SPAWN.Pipe()
     process = _SPAWN.Process(target=_own_a_pool, args=(theirs,))
     process.start()
     region = ours.recv()
     mapped = MappedPool(region, region.contents)
+    inode = os.stat(f"/proc/{region.segment.pid}/fd/{region.segment.fd}").st_ino
+    assert inode in mapped_inodes()
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join(20)
@@ -99,7 +105,7 @@ def test_the_mapping_outlives_the_owner_and_nothing_outlives_the_mapping():
         MappedPool(region, region.contents)
     del mapped, expected
     gc.collect()
-    assert "hotset-pool" not in Path("/proc/self/maps").read_text()
+    assert inode not in mapped_inodes()
 
 
 def test_a_view_of_a_page_keeps_the_memory_mapped():

@@ -1,0 +1,115 @@
+import os
+import signal
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from actors.config import ShardConfig
+from actors.names import CONTROL_GROUP
+from actors.process import OtherProcess
+from deployment.bundles import STRATEGY, placement_bundles
+from deployment.errors import ShardsLostError
+from model.checkpoint import Checkpoint
+from model.expert_pages import fill_page, local_experts_per_layer, page_layout
+from model.parallel import ParallelLayout
+from tests.actors.fakes import FakeCore, create_step
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+
+@pytest.fixture
+def group() -> Iterator[PlacementGroup]:
+    group = placement_group(placement_bundles(2, "cpu"), strategy=STRATEGY)
+    ray.get(group.ready())
+    yield group
+    remove_placement_group(group)
+
+
+def expected_sum(checkpoint_path: Path, world_size: int, ep_size: int) -> int:
+    """Sum of the checksums of all pages of all ranks, straight from the checkpoint."""
+    checkpoint = Checkpoint.open(checkpoint_path)
+    config, total = checkpoint.config.text_config, 0
+    for rank in range(world_size):
+        layout = ParallelLayout(rank, world_size, ep_size)
+        page = torch.empty(page_layout(config, layout).num_bytes, dtype=torch.uint8)
+        for layer, num_experts in enumerate(local_experts_per_layer(config, layout)):
+            for expert in range(num_experts):
+                fill_page(page, checkpoint, config, layout, layer, expert)
+                total += zlib.crc32(page.numpy())
+    return total
+
+
+def assert_gone(processes: list[OtherProcess], within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    left = [p.pid for p in processes if not p.is_gone(max(0.0, deadline - time.monotonic()))]
+    assert not left, f"processes {left} are left"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ShardConfig(world_size=2, max_resident_pages=20, num_staging_slots=3),
+        ShardConfig(world_size=4, ep_size=2, max_resident_pages=0, staging="direct"),
+    ],
+)
+def test_shards_read_their_pages_from_the_cache_and_add_up_over_all_ranks(group, tiny_checkpoint, config):
+    core = FakeCore(group, "test-steps", tiny_checkpoint, config)
+    ep_size = config.ep_size or config.world_size
+    expected = expected_sum(tiny_checkpoint, config.world_size, ep_size)
+    for step_id in range(3):
+        output = core.execute(create_step(step_id))
+        assert [s.token.token_id for s in output.sequences if s.token] == [expected]
+        assert output.traffic.num_hot == config.max_resident_pages
+    shard = ray.get_actor("gpu_shard_1", "test-steps")
+    stats = ray.get(shard.stats.options(concurrency_group=CONTROL_GROUP).remote())
+    assert (stats.rank, stats.num_steps, stats.num_hot_pages) == (1, 3, config.max_resident_pages)
+    processes = [OtherProcess(pid) for pid in core.shard_pids()]
+    core.shutdown()
+    assert_gone(processes, within_s=0)
+
+
+def test_a_rank_that_is_killed_in_a_step_ends_all_and_a_new_gang_takes_its_place(group, tiny_checkpoint):
+    core = FakeCore(group, "test-kill", tiny_checkpoint, ShardConfig(world_size=2))
+    expected = core.execute(create_step(0))
+    processes = [OtherProcess(pid) for pid in core.shard_pids()]
+    start = time.monotonic()
+    with pytest.raises(ShardsLostError, match="rank 1 died"):
+        core.execute(create_step(1, (1, signal.SIGKILL)))
+    assert time.monotonic() - start < 10
+    assert_gone(processes, within_s=0)
+    core.start()
+    assert core.execute(create_step(0)).sequences == expected.sequences
+    with pytest.raises(ShardsLostError, match=r"(?s)rank 0 failed in step 7: .*told to fail"):
+        core.execute(create_step(7, (0, 0)))
+    core.shutdown()
+
+
+def test_a_rank_that_stops_in_a_step_ends_all_when_the_step_has_taken_too_long(group, tiny_checkpoint):
+    config = ShardConfig(world_size=2, step_timeout_s=3)
+    core = FakeCore(group, "test-stop", tiny_checkpoint, config)
+    processes = [OtherProcess(pid) for pid in core.shard_pids()]
+    with pytest.raises(ShardsLostError, match="step 1"):
+        core.execute(create_step(1, (1, signal.SIGSTOP)))
+    assert_gone(processes, within_s=0)
+    core.shutdown()
+
+
+def test_engines_in_one_cluster_do_not_meet_and_a_killed_one_leaves_nothing(group, tiny_checkpoint):
+    config = ShardConfig(world_size=2)
+    first, second = (
+        ray.remote(FakeCore).options(num_cpus=0).remote(group, namespace, tiny_checkpoint, config)
+        for namespace in ("test-first", "test-second")
+    )
+    first_pids, second_pids = ray.get([first.all_pids.remote(), second.all_pids.remote()])
+    assert not set(first_pids) & set(second_pids)
+    processes = [OtherProcess(pid) for pid in first_pids]
+    os.kill(first_pids[0], signal.SIGKILL)
+    assert_gone(processes, within_s=30)
+    assert ray.get(second.execute.remote(create_step(0))).step_id == 0
+    ray.get(second.shutdown.remote())
