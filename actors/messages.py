@@ -157,8 +157,9 @@ class StopCore(Message, frozen=True, tag=True):
 class RequestError(Message, frozen=True):
     """Why a request ended with `finish_reason == "error"`."""
 
-    kind: Literal["overloaded", "invalid", "internal"]
-    """`overloaded`: try later; `invalid`: can never be served here; `internal`: failed while running."""
+    kind: Literal["overloaded", "invalid", "unavailable", "internal"]
+    """`overloaded`: try later; `invalid`: can never be served here; `unavailable`: there is no engine now;
+    `internal`: failed while running."""
     message: str
     retry_after_s: float | None = None
 

@@ -23,7 +23,7 @@ class SchedulerConfig(BaseModel):
     """Longest prompt plus output, in tokens. Unset: the checkpoint's `max_position_embeddings`."""
     block_size: int = Field(default=32, ge=2, multiple_of=2)
     """Tokens per KV block."""
-    num_blocks: int | None = Field(default=None, ge=1)
+    num_blocks: int | None = Field(default=None, ge=2)
     """KV blocks on every shard. Unset: enough for `max_num_seqs` sequences of `max_model_len` tokens."""
     max_waiting_requests: int = Field(default=256, ge=0)
     """Requests that may wait for admission; more are refused at once with 429 and Retry-After."""

@@ -29,6 +29,9 @@ class Executor(Protocol):
         Raises: ShardsLostError if a shard died, failed or did not reply in time. No further step is possible.
         """
 
+    def check(self) -> None:
+        """Look whether the shards still wait for a step. Raises: ShardsLostError if they do not."""
+
     def shutdown(self) -> None:
         """Stop the shards; safe to call twice and after ShardsLostError."""
 
@@ -63,6 +66,7 @@ class Engine:
         """
         step_input = self._scheduler.schedule()
         if step_input is None:
+            self._executor.check()
             return []
         step_output = self._executor.execute(step_input)
         self._count(step_output)

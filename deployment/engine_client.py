@@ -143,7 +143,7 @@ class EngineClient:
             return
         self._death = reason
         self._is_settled.set()
-        error = RequestError("internal", f"The engine stopped while this request was running: {reason}")
+        error = RequestError("unavailable", f"The engine stopped while this request was running: {reason}")
         for request_id, stream in self._streams.items():
             stream.put(RequestOutput(request_id, finish_reason="error", error=error))
 

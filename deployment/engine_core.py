@@ -25,6 +25,8 @@ from actors.messages import (
 from deployment.engine import Engine
 from deployment.errors import ShardsLostError
 
+_IDLE_CHECK_MS = 1000
+"""Between looks at idle shards."""
 _LINGER_MS = 1000
 """For the last messages to reach a replica that still reads."""
 
@@ -34,7 +36,8 @@ class EngineCore:
 
     Protocol: one thread calls `run`, once. Every turn of the loop takes the messages that have arrived, computes
     a step and sends one `RequestOutputs`, with or without news; only a turn with nothing to compute waits, for
-    the next message. The first `RequestOutputs`, before any turn, says that the core is ready.
+    the next message or until it is time to look after the shards. The first `RequestOutputs`, before any turn,
+    says that the core is ready.
     """
 
     def __init__(self, engine: Engine, channel: RequestChannel) -> None:
@@ -76,8 +79,8 @@ class EngineCore:
             self._send(RequestOutputs(outputs, self._engine.stats()))
 
     def _arrived(self) -> Iterator[RequestMessage]:
-        """Messages that are there; waits for one if there is nothing to compute."""
-        timeout_ms = 0 if self._engine.has_requests else None
+        """Messages that are there; waits a while for one if there is nothing to compute."""
+        timeout_ms = 0 if self._engine.has_requests else _IDLE_CHECK_MS
         while self._inbox.poll(timeout_ms):
             yield self._decoder.decode(self._inbox.recv())
             timeout_ms = 0

@@ -157,6 +157,11 @@ class RayExecutor:
         self._is_idle = True
         return output
 
+    def check(self) -> None:
+        """See Executor."""
+        if self._end_reason is not None:
+            raise ShardsLostError(self._end_reason)
+
     def shutdown(self) -> None:
         """See Executor."""
         if not self._is_stopping.is_set():

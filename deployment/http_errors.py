@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from actors.messages import RequestError
-from deployment.errors import ApiError, InternalError, InvalidRequestError, OverloadedError
+from deployment.errors import ApiError, EngineDeadError, InternalError, InvalidRequestError, OverloadedError
 from deployment.openai_types import ErrorBody, ErrorDetail
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ def error_of_request(error: RequestError) -> ApiError:
             return OverloadedError(error.message, retry_after_s=error.retry_after_s)
         case "invalid":
             return InvalidRequestError(error.message)
+        case "unavailable":
+            return EngineDeadError(error.message)
         case "internal":
             return InternalError(error.message)
 

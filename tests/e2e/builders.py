@@ -67,6 +67,9 @@ class InProcessExecutor:
     def execute(self, step: StepInput) -> StepOutput:
         return StepOutput(step.step_id, self._runner.run_step(step), self._experts.take_traffic())
 
+    def check(self) -> None:
+        """There is no one to lose."""
+
     def shutdown(self) -> None:
         self._experts.close()
 

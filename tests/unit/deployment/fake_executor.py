@@ -52,6 +52,10 @@ class FakeExecutor:
         self.failing_slots.clear()
         return StepOutput(step.step_id, results)
 
+    def check(self) -> None:
+        if self.is_lost:
+            raise ShardsLostError("rank 1 exited")
+
     def shutdown(self) -> None:
         self.is_shut_down = True
 

@@ -105,6 +105,14 @@ async def test_a_request_streams_its_tokens_and_ends_once():
         assert outputs[-1].finish_reason == "length"
 
 
+async def test_shards_that_are_lost_while_nothing_runs_are_noticed():
+    async with running_core() as (client, executor, _):
+        executor.is_lost = True
+        await until(lambda: not client.is_alive)
+        with pytest.raises(EngineDeadError, match="rank 1 exited"):
+            await collect(client, create_request(3))
+
+
 async def test_requests_at_the_same_time_get_their_own_tokens():
     async with running_core(max_num_seqs=3) as (client, _, _):
         requests = create_requests(10, prompt=6, max_tokens=12)
@@ -222,7 +230,7 @@ async def test_lost_shards_fail_every_open_request_and_end_the_core():
         for outputs in await asyncio.gather(*readers):
             assert outputs[-1].finish_reason == "error"
             assert outputs[-1].error is not None
-            assert outputs[-1].error.kind == "internal"
+            assert outputs[-1].error.kind == "unavailable"
             assert "rank 1 exited" in outputs[-1].error.message
         assert not client.is_alive
         with pytest.raises(EngineDeadError, match="rank 1 exited"):

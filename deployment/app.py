@@ -1,0 +1,65 @@
+"""build(args): the Serve application of `serve_config.yaml`. Wiring only.
+
+No `from __future__ import annotations` here: Serve validates `args` against the annotation of `build`, and would not
+see one that is a string.
+"""
+
+from pathlib import Path
+
+import ray
+from ray import serve
+from ray.serve import Application
+
+from deployment.bundles import STRATEGY, placement_bundles, resolve_device
+from deployment.config import EngineConfig
+from deployment.core_actor import EngineSpec
+from deployment.engine_replica import EngineReplica
+from deployment.ingress import Ingress
+from deployment.limits import SchedulerLimits
+
+
+def build(args: EngineConfig) -> Application:
+    """The application for a configuration.
+
+    Raises: pydantic.ValidationError naming the setting; CheckpointError naming file and tensor; SettingsError.
+    """
+    config = EngineConfig.model_validate(args)
+    spec = resolve(config)
+    bundles = placement_bundles(config.shard.world_size, spec.device)
+    engine = serve.deployment(
+        EngineReplica,
+        name="engine",
+        num_replicas=1,
+        max_ongoing_requests=100_000,  # the engine's own queue decides whom to refuse
+        ray_actor_options={"num_cpus": 1},
+        placement_group_bundles=bundles,
+        placement_group_strategy=STRATEGY,
+        health_check_period_s=2,
+        graceful_shutdown_timeout_s=20,
+    )
+    ingress = serve.deployment(
+        serve.ingress()(Ingress),
+        name="ingress",
+        num_replicas=config.api.num_replicas,
+        max_ongoing_requests=config.api.max_ongoing_requests,
+        ray_actor_options={"num_cpus": 0.1},
+    )
+    return ingress.bind(engine.bind(spec), spec)
+
+
+def resolve(config: EngineConfig) -> EngineSpec:
+    """Decide what checkpoint and cluster decide; refuses a checkpoint whose files do not fit before anything starts."""
+    # Imported here, since every replica imports this module and only the builder needs torch.
+    from model.checkpoint_layout import verify_layout
+    from model.tiny import cached_tiny_checkpoint
+
+    checkpoint: Path = config.checkpoint or cached_tiny_checkpoint()
+    model = verify_layout(checkpoint).config
+    return EngineSpec(
+        config=config,
+        checkpoint=checkpoint.resolve(),
+        device=resolve_device(config.shard, ray.cluster_resources().get("GPU", 0)),
+        limits=SchedulerLimits.resolve(config.scheduler, model.text_config.max_position_embeddings),
+        eos_token_id=model.eos_token_id,
+        vocab_size=model.text_config.vocab_size,
+    )

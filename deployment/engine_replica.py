@@ -1,0 +1,86 @@
+"""EngineReplica: the Serve deployment that owns an engine's actors and speaks with its core."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.util.placement_group import get_current_placement_group
+
+from actors.expert_cache import start_expert_cache
+from actors.messages import AddRequest, EngineStats, RequestError, RequestOutput
+from deployment.containment import contain_replica
+from deployment.core_actor import EngineSpec, start_engine_core
+from deployment.engine_client import EngineClient
+from deployment.errors import EngineDeadError
+
+logger = logging.getLogger(__name__)
+
+
+class EngineReplica:
+    """One engine: expert cache, core and shards, all in this replica's placement group.
+
+    All of them end with this process. When the core ends, for whatever reason, open requests fail, `check_health`
+    raises, and Serve replaces the replica.
+    """
+
+    async def __init__(self, spec: EngineSpec) -> None:  # type: ignore[misc]  # Serve awaits it
+        contain_replica()
+        placement_group = get_current_placement_group()
+        assert placement_group is not None, "the deployment has no placement group"
+        namespace = f"hotset-{serve.get_replica_context().replica_id.unique_id}"
+        self._client = EngineClient()
+        cache = start_expert_cache(
+            placement_group,
+            namespace=namespace,
+            checkpoint=spec.checkpoint,
+            shard=spec.config.shard,
+            config=spec.config.expert_cache,
+        )
+        self._core = start_engine_core(placement_group, namespace)
+        run = self._core.run.remote(spec, placement_group, namespace, cache, self._client.channel)
+        self._watcher = asyncio.create_task(self._watch(run), name="watch-engine-core")
+        await self._client.wait_until_ready()
+
+    async def generate(self, request: AddRequest) -> AsyncGenerator[RequestOutput, None]:
+        """Run a request; see `EngineHandle.generate`. An engine that is gone is told as an output of its own."""
+        try:
+            # Closed here and now: an abort must not wait for the garbage collector.
+            async with aclosing(self._client.generate(request)) as outputs:
+                async for output in outputs:
+                    yield output
+        except EngineDeadError as error:
+            gone = RequestError("unavailable", error.message)
+            yield RequestOutput(request.request_id, finish_reason="error", error=gone)
+
+    async def is_alive(self) -> bool:
+        """Whether the engine takes requests."""
+        return self._client.is_alive
+
+    async def stats(self) -> EngineStats:
+        """The engine's newest counts."""
+        return self._client.stats
+
+    async def check_health(self) -> None:
+        """Raise if the engine is gone; Serve then replaces this replica."""
+        if not self._client.is_alive:
+            raise EngineDeadError("the engine core has ended")
+
+    async def _watch(self, run: ray.ObjectRef[None]) -> None:
+        """Tell the client when the core's `run` has ended, and why."""
+        try:
+            await run
+            reason = "the engine core has stopped"
+        except RayError as error:
+            reason = str(error)
+        self._client.mark_dead(reason)
+
+    async def __del__(self) -> None:
+        """Serve's last call: stop the core and with it the shards."""
+        if hasattr(self, "_client"):
+            await self._client.shutdown()

@@ -1,0 +1,77 @@
+"""Ingress: the Serve deployment that speaks HTTP. It holds no model, only the tokenizer and a handle to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
+
+from actors.messages import AddRequest, RequestOutput
+from deployment.api import ModelFacts, build_api
+from deployment.containment import contain_replica
+from deployment.core_actor import EngineSpec
+from deployment.errors import EngineDeadError
+from deployment.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_HEALTH_TIMEOUT_S = 5.0
+"""For the engine replica to answer; it does nothing that takes long on its event loop."""
+
+
+class Ingress:
+    """One HTTP replica.
+
+    Args:
+        engine: handle to the EngineReplica deployment.
+        spec: the engine behind it.
+    """
+
+    def __init__(self, engine: DeploymentHandle, spec: EngineSpec) -> None:
+        contain_replica()
+        self._engine = ServeEngineHandle(engine)
+        self._spec = spec
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        """Serve calls this once, after the constructor."""
+        spec = self._spec
+        tokenizer = Tokenizer.load(spec.checkpoint / "tokenizer.json")
+        facts = ModelFacts(max_model_len=spec.limits.max_model_len, vocab_size=spec.vocab_size)
+        return build_api(self._engine, tokenizer, spec.config.api, facts)
+
+
+class ServeEngineHandle:
+    """The EngineHandle over Serve."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+        self._stream = handle.options(stream=True)
+
+    async def generate(self, request: AddRequest) -> AsyncGenerator[RequestOutput, None]:
+        """See EngineHandle."""
+        response = self._stream.generate.remote(request)
+        has_ended = False
+        try:
+            async for output in response:
+                has_ended = output.finish_reason is not None
+                yield output
+        except (RayError, RayServeException) as error:
+            has_ended = True
+            logger.exception("the engine replica failed with request %s open", request.request_id)
+            raise EngineDeadError("The engine stopped while this request was running.") from error
+        finally:
+            if not has_ended:
+                response.cancel()
+
+    async def is_healthy(self) -> bool:
+        """See EngineHandle."""
+        try:
+            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+                return bool(await self._handle.is_alive.remote())
+        except (RayError, RayServeException, TimeoutError):
+            return False

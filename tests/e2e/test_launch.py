@@ -1,0 +1,71 @@
+"""`python -m deployment.launch` as a user runs it: it answers, and leaves nothing behind however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from tests.e2e.test_serve import wait_until
+
+pytestmark = pytest.mark.ray
+
+ROOT = Path(__file__).parents[2]
+BODY = {"model": "deepseek-v4.1-flash", "prompt": "hi", "max_tokens": 3}
+
+
+def write_config(path: Path, checkpoint: Path, port: int) -> Path:
+    """`serve_config.yaml` with another port and a checkpoint that is already written."""
+    config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+    config["http_options"]["port"] = port
+    config["applications"][0]["args"]["checkpoint"] = str(checkpoint)
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def is_healthy(base_url: str) -> bool:
+    try:
+        return httpx.get(f"{base_url}/health", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "sigkill"])
+def test_nothing_is_left_however_it_ends(
+    end: signal.Signals, checkpoint_directory: Path, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    base_url = f"http://127.0.0.1:{port}"
+    config = write_config(tmp_path / "config.yaml", checkpoint_directory, port)
+    shared_memory = set(os.listdir("/dev/shm"))
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "deployment.launch", str(config)],
+            cwd=ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        )
+    started = psutil.Process(server.pid)
+    try:
+        wait_until(lambda: is_healthy(base_url), f"healthy; see {tmp_path / 'log'}")
+        assert httpx.post(f"{base_url}/v1/completions", json=BODY, timeout=60).status_code == 200
+        family = started.children(recursive=True)
+        listening = {
+            c.laddr.ip for p in family for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN
+        }
+        assert listening == {"127.0.0.1"}
+    finally:
+        server.send_signal(end)
+        server.wait(60)
+    wait_until(lambda: not any(p.is_running() for p in family), f"all gone: {family}", deadline_s=30)
+    assert set(os.listdir("/dev/shm")) <= shared_memory
