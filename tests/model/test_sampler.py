@@ -137,13 +137,13 @@ def test_top_p_counts_the_mass_that_top_k_left() -> None:
 
 @pytest.mark.parametrize("settings", FILTERS)
 def test_draws_over_the_positions_of_a_sequence_follow_the_distribution(settings: SamplingParams) -> None:
-    logits = create_logits(12, seed=3) / 2
+    logits = create_logits(12, seed=3) / 3
     expected = naive_filter(logits.tolist(), settings)
     assert_follows((draw(logits, settings, position) for position in range(NUM_DRAWS)), expected)
 
 
 def test_draws_over_seeds_follow_the_distribution() -> None:
-    logits = create_logits(12, seed=4) / 2
+    logits = create_logits(12, seed=4) / 3
     draws = (draw(logits, SamplingParams(seed=seed), position=17) for seed in range(NUM_DRAWS))
     assert_follows(draws, naive_filter(logits.tolist(), SamplingParams()))
 
