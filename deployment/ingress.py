@@ -20,8 +20,8 @@ from deployment.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_HEALTH_TIMEOUT_S = 5.0
-"""For the engine replica to answer; it does nothing that takes long on its event loop."""
+_HEALTH_TIMEOUT_S = 2.0
+"""For the engine replica to answer; it does nothing that takes long on its event loop, and probes are impatient."""
 
 
 class Ingress:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.e2e.test_serve import wait_until
+from tests.e2e.test_serve import is_healthy, wait_until
 
 pytestmark = pytest.mark.ray
 
@@ -31,11 +31,9 @@ def write_config(path: Path, checkpoint: Path, port: int) -> Path:
     return path
 
 
-def is_healthy(base_url: str) -> bool:
-    try:
-        return httpx.get(f"{base_url}/health", timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
+def listening_addresses(processes: list[psutil.Process]) -> set[str]:
+    sockets = [c for p in processes for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    return {socket.laddr.ip.removeprefix("::ffff:") for socket in sockets}  # IPv4 seen through an IPv6 socket
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "sigkill"])
@@ -60,10 +58,7 @@ def test_nothing_is_left_however_it_ends(
         wait_until(lambda: is_healthy(base_url), f"healthy; see {tmp_path / 'log'}")
         assert httpx.post(f"{base_url}/v1/completions", json=BODY, timeout=60).status_code == 200
         family = started.children(recursive=True)
-        listening = {
-            c.laddr.ip for p in family for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN
-        }
-        assert listening == {"127.0.0.1"}
+        assert listening_addresses(family) == {"127.0.0.1"}
     finally:
         server.send_signal(end)
         server.wait(60)

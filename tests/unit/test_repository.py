@@ -22,3 +22,20 @@ def test_serve_can_read_the_annotation_of_the_application_builder():
             node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"
         ]
         assert not (builders and postponed), path
+
+
+def test_the_readme_lists_every_module_and_no_other():
+    sections = (ROOT / "README.md").read_text().split("**`")[1:]
+    listed = {
+        f"{section.split('/', 1)[0]}/{line.split('`')[1]}"
+        for section in sections
+        for line in section.splitlines()
+        if line.startswith("| `")
+    }
+    modules = {
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    assert listed == modules
