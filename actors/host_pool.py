@@ -71,7 +71,6 @@ class HostPool:
     """
 
     def __init__(self, contents: PoolContents) -> None:
-        """Allocate the memory. Raises: OSError if there is not enough."""
         layout = _RegionLayout(contents)
         self._mapping = SharedMapping.create(f"hotset-pool-{contents.rank}", layout.num_bytes)
         self._views = _RegionViews(self._mapping, layout)

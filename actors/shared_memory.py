@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import weakref
 
 from actors.messages import SharedSegment
 
@@ -26,19 +27,21 @@ class SharedMapping:
     The maker calls `create` and sends `segment`; the others call `attach`. The size never changes (it is
     sealed), so an access inside `memory` cannot fault because another process truncated it.
 
-    `close` ends new attachments. The mapping itself ends with the last view of `memory`, never under one.
+    Others may attach until the maker's object is closed or dropped. The mapping itself ends with the last
+    view of `memory`, never under one.
     """
 
-    def __init__(self, memory: mmap.mmap, segment: SharedSegment, owned_fd: int | None) -> None:
+    def __init__(self, memory: mmap.mmap, segment: SharedSegment) -> None:
         self.memory = memory
         self.segment = segment
-        self._owned_fd = owned_fd
+        self._close_fd: weakref.finalize[..., SharedMapping] | None = None
 
     @classmethod
     def create(cls, name: str, num_bytes: int) -> SharedMapping:
         """Make zeroed memory of `num_bytes`; `name` only shows in `/proc/<pid>/maps`.
 
-        Pages are allocated now, so that a lack of memory is an OSError here and not a SIGBUS at first use.
+        All of it is allocated now. NOTE: Linux answers a lack of memory by killing processes, not by an
+        error; who asks for much looks first what is available.
         """
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -48,7 +51,9 @@ class SharedMapping:
         except BaseException:
             os.close(fd)
             raise
-        return cls(memory, SharedSegment(pid=os.getpid(), fd=fd, num_bytes=num_bytes), fd)
+        mapping = cls(memory, SharedSegment(pid=os.getpid(), fd=fd, num_bytes=num_bytes))
+        mapping._close_fd = weakref.finalize(mapping, os.close, fd)
+        return mapping
 
     @classmethod
     def attach(cls, segment: SharedSegment, *, writable: bool) -> SharedMapping:
@@ -68,15 +73,14 @@ class SharedMapping:
                     f"{path}: {size} bytes of other memory, expected {segment.num_bytes} sealed bytes"
                 )
             protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-            return cls(mmap.mmap(fd, size, mmap.MAP_SHARED, protection), segment, None)
+            return cls(mmap.mmap(fd, size, mmap.MAP_SHARED, protection), segment)
         finally:
             os.close(fd)  # the mapping keeps the memory
 
     def close(self) -> None:
-        """Stop others from attaching; safe to call twice."""
-        if self._owned_fd is not None:
-            os.close(self._owned_fd)
-            self._owned_fd = None
+        """Let no one attach any more. For the maker; safe to call twice."""
+        if self._close_fd is not None:
+            self._close_fd()
 
 
 def _is_sealed(fd: int) -> bool:

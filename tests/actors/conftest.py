@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from deployment.bundles import STRATEGY, placement_bundles
 from model.tiny import write_tiny_checkpoint
 
 
@@ -23,6 +25,15 @@ def cluster() -> Iterator[None]:
         )
         yield
         ray.shutdown()
+
+
+@pytest.fixture
+def group(cluster: None) -> Iterator[PlacementGroup]:
+    """An engine's placement group, for CPU shards."""
+    group = placement_group(placement_bundles(2, "cpu"), strategy=STRATEGY)
+    ray.get(group.ready())
+    yield group
+    remove_placement_group(group)
 
 
 @pytest.fixture(scope="session")
