@@ -122,6 +122,23 @@ def test_a_reader_receives_what_was_sent_before_the_ring_closed():
         writer.send(b"too late", timeout_s=1)
 
 
+def test_a_message_sent_just_before_the_ring_closed_is_not_lost(monkeypatch):
+    ring = create_ring()
+    writer, reader = ring.writer(), ring.reader(0)
+    look_for_problem = ring._memory._problem
+
+    def send_and_close_first(
+        *args,
+    ):  # after the reader saw no message, before it sees that the ring is closed
+        if not ring._memory.closed.load():
+            writer.send(b"last", timeout_s=1)
+            ring.close()
+        return look_for_problem(*args)
+
+    monkeypatch.setattr(ring._memory, "_problem", send_and_close_first)
+    assert reader.receive(timeout_s=1) == b"last"
+
+
 def test_closing_wakes_a_reader_that_sleeps():
     ring = create_ring()
     reader = ring.reader(0)
