@@ -8,16 +8,16 @@ Ray 2.60 has no setting for either of these:
   Each tries for 60 s to report the death to a control store that was killed in the same moment.
 """
 
-import contextlib
 import os
-import select
-import signal
 import threading
 from pathlib import Path
 
 import ray
 from ray._common.network_utils import build_address, is_localhost
 from ray.serve._private import replica as serve_replica
+
+from actors.process import OtherProcess
+from deployment.launch import children_of
 
 RAYLET_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
@@ -48,24 +48,16 @@ def bind_grpc_server_to(ip_address: str) -> None:
 
 def end_agents_with(raylet_pid: int) -> None:
     """Kill the raylet's agents as soon as the raylet is gone, however it went."""
-    raylet = os.pidfd_open(raylet_pid)
-    agents = [os.pidfd_open(pid) for pid in _children_of(raylet_pid) if _title_of(pid) in RAYLET_AGENTS]
+    raylet = OtherProcess(raylet_pid)
+    agents = [OtherProcess(pid) for pid in children_of(raylet_pid) if _title_of(pid) in RAYLET_AGENTS]
 
     def wait_and_kill() -> None:
-        select.select([raylet], [], [])
+        while not raylet.is_gone(timeout_s=3600):
+            pass
         for agent in agents:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(agent, signal.SIGKILL)
+            agent.kill()
 
     threading.Thread(target=wait_and_kill, name="end-agents-with-raylet", daemon=True).start()
-
-
-def _children_of(pid: int) -> list[int]:
-    return [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
-    ]
 
 
 def _title_of(pid: int) -> str:

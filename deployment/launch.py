@@ -1,19 +1,23 @@
-"""`serve run` in a Ray cluster that no other machine reaches and that ends with the process that started it.
+"""`serve run` in a Ray cluster that no other machine reaches and of which nothing stays, however it ends.
 
     python -m deployment.launch [arguments of serve run; serve_config.yaml if there are none]
 
 By itself, `serve run serve_config.yaml` does the same with Ray's own defaults, which are made for clusters of
 many machines: addresses that others can reach, and a token to talk to them. That is the command for a cluster
 that already runs.
+
+On Linux this process stays as the parent: orphans among its descendants become its children (they do so of a
+"child subreaper"), so when `serve run` has ended, or was killed, the launcher finds and kills all that remains.
 """
 
 import ctypes
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from types import FrameType
 
 LOCAL_ENVIRONMENT = {
     # The node's address is 127.0.0.1, so every server of Ray listens there (but for one: `containment.py`).
@@ -29,24 +33,116 @@ LOCAL_ENVIRONMENT = {
 }
 """Defaults: a variable that the environment already has keeps its value."""
 
+SHUTDOWN_TIMEOUT_S = 40
+"""For an orderly end after a SIGTERM; more than the replicas' graceful_shutdown_timeout_s."""
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+
+PARENT_DIED = signal.SIGUSR1
+"""What the kernel sends when the process that started this one (make, a shell) has ended."""
+
+
+class Terminated(Exception):
+    """The command has to end in its own way."""
+
+
+class Abandoned(Exception):
+    """Nobody waits for the command to end in its own way."""
+
 
 def main() -> None:
-    """Become `serve run`."""
-    if sys.platform == "linux":
-        end_with_parent()
+    """Run `serve run`, with its own exit status."""
     serve = Path(sys.executable).with_name("serve")
     arguments = sys.argv[1:] or ["serve_config.yaml"]
-    os.execve(serve, [str(serve), "run", *arguments], LOCAL_ENVIRONMENT | os.environ)
+    sys.exit(run([str(serve), "run", *arguments], LOCAL_ENVIRONMENT | os.environ))
 
 
-def end_with_parent() -> None:
-    """Get a SIGTERM when the parent (make, a shell) ends, also by a SIGKILL; this outlasts the `exec`."""
-    parent = os.getppid()
+def run(command: list[str], environment: dict[str, str]) -> int:
+    """Run a command until it ends, and then kill what it has left behind.
+
+    Ctrl-C reaches the command through the terminal. SIGTERM and SIGHUP become a Ctrl-C with a time limit. When the
+    parent of this process dies, the command is killed.
+
+    Returns: the command's exit status, or 128 and the signal that ended it.
+    """
+    if sys.platform == "linux":
+        parent = os.getppid()
+        _prctl(PR_SET_PDEATHSIG, PARENT_DIED)
+        if os.getppid() != parent:  # it ended before the call
+            return 128 + PARENT_DIED
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, lambda signum, frame: None)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup does
+            signal.signal(signum, _raise(Terminated))
+    for signum in (PARENT_DIED, signal.SIGALRM):
+        signal.signal(signum, _raise(Abandoned))
+    try:
+        process = subprocess.Popen(command, env=environment, preexec_fn=_die_with_parent)
+        try:
+            process.returncode = _wait_for(process.pid)
+        except Terminated:
+            process.send_signal(signal.SIGINT)
+            signal.alarm(SHUTDOWN_TIMEOUT_S)
+            process.returncode = _wait_for(process.pid)
+        return process.returncode if process.returncode >= 0 else 128 - process.returncode
+    except (Terminated, Abandoned):
+        return 128 + signal.SIGKILL
+    finally:
+        for signum in (signal.SIGTERM, signal.SIGHUP, PARENT_DIED, signal.SIGALRM):
+            signal.signal(signum, signal.SIG_IGN)
+        _kill_children()
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes whose parent is `pid`; none where there is no /proc."""
+    children = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            stat = path.read_text(errors="replace")
+        except OSError:  # it has ended
+            continue
+        ppid = stat.rpartition(")")[2].split()[1]  # fields after the name, which may hold anything
+        if int(ppid) == pid:
+            children.append(int(path.parent.name))
+    return children
+
+
+def _raise(exception: type[Exception]) -> Callable[[int, FrameType | None], None]:
+    def handler(signum: int, frame: FrameType | None) -> None:
+        raise exception
+
+    return handler
+
+
+def _wait_for(pid: int) -> int:
+    """Wait for a child, and bury the orphans that end before it. Returns its status, negative for a signal."""
+    while True:
+        child, status = os.wait()
+        if child == pid:
+            return os.waitstatus_to_exitcode(status)
+
+
+def _kill_children() -> None:
+    """Kill all children, and theirs, which the death of their parent makes children of this process."""
+    while True:
+        for pid in children_of(os.getpid()):
+            os.kill(pid, signal.SIGKILL)
+        try:
+            os.wait()
+        except ChildProcessError:
+            return
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it ended before the call
-        os.kill(os.getpid(), signal.SIGTERM)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
 
 
 if __name__ == "__main__":
