@@ -34,7 +34,7 @@ LOCAL_ENVIRONMENT = {
 """Defaults: a variable that the environment already has keeps its value."""
 
 SHUTDOWN_TIMEOUT_S = 40
-"""For an orderly end after a SIGTERM; more than the replicas' graceful_shutdown_timeout_s."""
+"""For an orderly end; more than the replicas' graceful_shutdown_timeout_s."""
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
@@ -60,8 +60,8 @@ def main() -> None:
 def run(command: list[str], environment: dict[str, str]) -> int:
     """Run a command until it ends, and then kill what it has left behind.
 
-    Ctrl-C reaches the command through the terminal. SIGTERM and SIGHUP become a Ctrl-C with a time limit. When the
-    parent of this process dies, the command is killed.
+    Ctrl-C reaches the command through the terminal; SIGTERM and SIGHUP become a Ctrl-C for it. Then it has
+    SHUTDOWN_TIMEOUT_S. When the parent of this process dies, the command is killed.
 
     Returns: the command's exit status, or 128 and the signal that ended it.
     """
@@ -71,7 +71,7 @@ def run(command: list[str], environment: dict[str, str]) -> int:
         if os.getppid() != parent:  # it ended before the call
             return 128 + PARENT_DIED
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    signal.signal(signal.SIGINT, lambda signum, frame: None)
+    signal.signal(signal.SIGINT, lambda signum, frame: _limit_shutdown())
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup does
             signal.signal(signum, _raise(Terminated))
@@ -83,7 +83,7 @@ def run(command: list[str], environment: dict[str, str]) -> int:
             process.returncode = _wait_for(process.pid)
         except Terminated:
             process.send_signal(signal.SIGINT)
-            signal.alarm(SHUTDOWN_TIMEOUT_S)
+            _limit_shutdown()
             process.returncode = _wait_for(process.pid)
         return process.returncode if process.returncode >= 0 else 128 - process.returncode
     except (Terminated, Abandoned):
@@ -113,6 +113,10 @@ def _raise(exception: type[Exception]) -> Callable[[int, FrameType | None], None
         raise exception
 
     return handler
+
+
+def _limit_shutdown() -> None:
+    signal.alarm(SHUTDOWN_TIMEOUT_S)
 
 
 def _wait_for(pid: int) -> int:

@@ -98,7 +98,8 @@ def test_a_termination_is_a_keyboard_interrupt_for_the_command(signum):
         assert launcher.wait() == 3
 
 
-def test_a_command_that_does_not_end_after_a_termination_is_killed():
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_command_that_does_not_end_in_time_is_killed(signum):
     code = f"try:\n {SLEEP}\nexcept KeyboardInterrupt:\n time.sleep(60)"
     shortened = RUN.format(code=code).replace(
         "from", "import deployment.launch as l; l.SHUTDOWN_TIMEOUT_S = 1; from"
@@ -106,6 +107,6 @@ def test_a_command_that_does_not_end_after_a_termination_is_killed():
     with start(shortened) as launcher:
         assert launcher.stdout is not None
         assert launcher.stdout.readline() == b"up\n"
-        launcher.terminate()
+        launcher.send_signal(signum)
         assert_all_end(launcher)
         assert launcher.wait() == 128 + 9
