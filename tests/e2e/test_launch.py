@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -45,22 +47,42 @@ def test_nothing_is_left_however_it_ends(
     base_url = f"http://127.0.0.1:{port}"
     config = write_config(tmp_path / "config.yaml", checkpoint_directory, port)
     shared_memory = set(os.listdir("/dev/shm"))
-    with (tmp_path / "log").open("w") as log:
+    with running_server(config, tmp_path / "log") as server:
+        wait_until(lambda: is_healthy(base_url), f"healthy; see {tmp_path / 'log'}")
+        assert httpx.post(f"{base_url}/v1/completions", json=BODY, timeout=60).status_code == 200
+        family = psutil.Process(server.pid).children(recursive=True)
+        assert listening_addresses(family) == {"127.0.0.1"}
+        if end is signal.SIGINT:
+            os.killpg(server.pid, end)  # as a terminal does
+        else:
+            server.send_signal(end)
+        server.wait(60)
+        wait_until(lambda: not any(p.is_running() for p in family), f"all gone: {family}", deadline_s=30)
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+@contextmanager
+def running_server(config: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The launcher in a session of its own, as in a terminal; what a failed test leaves of it is killed."""
+    with log.open("w") as output:
         server = subprocess.Popen(
             [sys.executable, "-m", "deployment.launch", str(config)],
             cwd=ROOT,
-            stdout=log,
+            stdout=output,
             stderr=subprocess.STDOUT,
             env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+            start_new_session=True,
+            # A test run in the background ignores SIGINT, and its children would inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
-    started = psutil.Process(server.pid)
+    family: list[psutil.Process] = []
     try:
-        wait_until(lambda: is_healthy(base_url), f"healthy; see {tmp_path / 'log'}")
-        assert httpx.post(f"{base_url}/v1/completions", json=BODY, timeout=60).status_code == 200
-        family = started.children(recursive=True)
-        assert listening_addresses(family) == {"127.0.0.1"}
+        yield server
     finally:
-        server.send_signal(end)
-        server.wait(60)
-    wait_until(lambda: not any(p.is_running() for p in family), f"all gone: {family}", deadline_s=30)
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+        if server.poll() is None:
+            family = psutil.Process(server.pid).children(recursive=True)
+            server.kill()
+            server.wait()
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
