@@ -14,6 +14,11 @@ for name, value in LOCAL_ENVIRONMENT.items():
 
 import pytest
 import ray
+from hypothesis import settings
+
+# Time is no property of the code under test, and machines differ.
+settings.register_profile("hotset", deadline=None)
+settings.load_profile("hotset")
 
 
 @pytest.fixture(autouse=True)
