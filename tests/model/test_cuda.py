@@ -33,7 +33,9 @@ def test_golden_numbers_hold_on_a_gpu(variant: str, tiny_checkpoints: dict[str, 
 def test_residency_and_staging_change_no_token_on_a_gpu(tiny_checkpoints: dict[str, Path]) -> None:
     model = load_model(tiny_checkpoints["A"], Numerics(), torch.device("cuda"))
     counts = model.pool.directory.experts_per_layer
-    requests = [create_request(f"r{i}", TOKENS[i : i + 20 + i], max_tokens=12, num_logprobs=3) for i in range(6)]
+    requests = [
+        create_request(f"r{i}", TOKENS[i : i + 20 + i], max_tokens=12, num_logprobs=3) for i in range(6)
+    ]
     expected = run(create_engine(model, Numerics()), requests)
     for resident in (0, 17, 40):
         shard = ShardConfig(world_size=1, staging="staged", num_staging_slots=4)
