@@ -14,6 +14,7 @@ from deployment.bundles import STRATEGY, placement_bundles, resolve_device
 from deployment.config import EngineConfig
 from deployment.core_actor import EngineSpec
 from deployment.engine_replica import EngineReplica
+from deployment.errors import SettingsError
 from deployment.ingress import Ingress
 from deployment.limits import SchedulerLimits
 
@@ -51,10 +52,16 @@ def resolve(config: EngineConfig) -> EngineSpec:
     """Decide what checkpoint and cluster decide; refuses a checkpoint whose files do not fit before anything starts."""
     # Imported here, since every replica imports this module and only the builder needs torch.
     from model.checkpoint_layout import verify_layout
+    from model.parallel import ParallelLayout
     from model.tiny import cached_tiny_checkpoint
 
     checkpoint: Path = config.checkpoint or cached_tiny_checkpoint()
     model = verify_layout(checkpoint).config
+    world_size = config.shard.world_size
+    try:
+        ParallelLayout(0, world_size, config.shard.ep_size or world_size).check(model.text_config)
+    except ValueError as error:
+        raise SettingsError(f"shard: {error}") from error
     return EngineSpec(
         config=config,
         checkpoint=checkpoint.resolve(),
