@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncGenerator
@@ -34,6 +35,18 @@ logger = logging.getLogger(__name__)
 
 _LINGER_MS: Final = 1000
 """For `StopCore` to reach a core that still reads."""
+
+
+def make_socket_directory() -> Path:
+    """A new directory that only this user may enter, for this process's sockets.
+
+    Directories of processes that were killed are removed first: nobody else will.
+    """
+    for old in Path(tempfile.gettempdir()).glob("hotset-*-*"):
+        owner = old.name.split("-")[1]
+        if owner.isdecimal() and not Path("/proc", owner).exists():
+            shutil.rmtree(old, ignore_errors=True)  # another user's stays
+    return Path(tempfile.mkdtemp(prefix=f"hotset-{os.getpid()}-"))  # mode 0700
 
 
 class RequestStream:
@@ -77,7 +90,7 @@ class EngineClient:
     """
 
     def __init__(self) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="hotset-"))  # mode 0700
+        self._directory = make_socket_directory()
         self.channel = RequestChannel(
             requests=f"ipc://{self._directory}/requests", outputs=f"ipc://{self._directory}/outputs"
         )

@@ -2,7 +2,9 @@
 
 import asyncio
 import itertools
+import os
 import stat
+import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -29,7 +31,7 @@ from actors.messages import (
     StopCore,
 )
 from deployment.engine import Engine
-from deployment.engine_client import EngineClient, RequestStream
+from deployment.engine_client import EngineClient, RequestStream, make_socket_directory
 from deployment.engine_core import EngineCore
 from deployment.errors import EngineDeadError
 from tests.unit.deployment.builders import (
@@ -306,6 +308,17 @@ async def test_a_core_that_never_comes_up_is_waited_for_until_it_is_declared_dea
     with pytest.raises(EngineDeadError, match="could not load"):
         await waiting
     await client.shutdown()
+
+
+def test_socket_directories_of_dead_processes_are_removed_and_others_are_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    names = {"dead": f"hotset-{dead.pid}-a", "alive": f"hotset-{os.getpid()}-b", "other": "hotset-notes-c"}
+    for name in names.values():
+        (tmp_path / name).mkdir()
+    made = make_socket_directory()
+    assert {path.name for path in tmp_path.iterdir()} == {names["alive"], names["other"], made.name}
 
 
 async def test_shutdown_fails_open_requests_stops_the_core_and_removes_the_directory():
