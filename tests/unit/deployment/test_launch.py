@@ -23,7 +23,12 @@ SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 
 def start(code: str) -> subprocess.Popen[bytes]:
     """Python code in a process whose output tells when its last descendant has ended."""
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        # Tests that run under nohup ignore SIGHUP, and so would the launcher.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    )
 
 
 def assert_all_end(process: subprocess.Popen[bytes]) -> None:
