@@ -16,7 +16,7 @@ from actors.host_pool import MappedPool
 from actors.messages import ExpertTraffic
 from actors.page_directory import PageDirectory
 from actors.staging import ColdPages, Copier, DirectPages, StagedPages, create_copier
-from kernels.formats import PageLayout
+from kernels.formats import PageLayout, check_page_addresses
 from model.expert_source import ExpertPageError, PageGroup
 from placement.plan import PlacementPlan
 
@@ -240,7 +240,11 @@ class AddressTable:
         return self._rows[layer]
 
     def update(self, layer: int, addresses: Mapping[int, int]) -> None:
-        """Set experts' addresses, in order with the computation."""
+        """Set experts' addresses, in order with the computation.
+
+        Raises: ValueError for an address that a kernel cannot read.
+        """
+        check_page_addresses(addresses)
         changed = {e: address for e, address in addresses.items() if self._known[layer].get(e) != address}
         if not changed:
             return

@@ -5,6 +5,7 @@ Source: `spec/model.md` section 0 (quantisers) and 2.2 (packing); OCP Microscali
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +20,10 @@ MXFP4_GROUP: Final = 32
 """Columns of one row that share a ue8m0 scale in an mxfp4 tensor."""
 NVFP4_GROUP: Final = 16
 """Columns that share an e4m3 scale in a compressed KV entry."""
+TILE_ROWS: Final = 16
+"""Rows of a tile of an expert page: what one `mma` instruction multiplies."""
+TILE_GROUPS: Final = 4
+"""Scale groups of a wide tile of an expert page: 128 columns, four words for each of the lanes that share a row."""
 FP8_TILE: Final = 32
 """Rows and columns of the tile that shares a ue8m0 scale in a dense FP8 weight."""
 
@@ -27,9 +32,15 @@ FP8_TILE: Final = 32
 class PageLayout:
     """Byte layout of one expert page: one expert's share on one rank, contiguous.
 
-    Sections in order, each row-major: gate codes `w1` `[inter, hidden // 2]`, up codes `w3` (same shape),
-    their scales `[inter, hidden // 32]` twice, down codes `w2` `[hidden, inter // 2]`, its scales
-    `[hidden, inter // 32]`. All uint8; two e2m1 codes a byte, low nibble first.
+    Sections in order: gate codes `w1` `[inter, hidden // 2]`, up codes `w3` (same shape), their scales
+    `[inter, hidden // 32]` twice, down codes `w2` `[hidden, inter // 2]`, its scales `[hidden, inter // 32]`. All
+    uint8; two e2m1 codes a byte, low nibble first.
+
+    A section is stored in tiles, so that a warp reads a tile from consecutive addresses. Rows are taken in blocks of
+    TILE_ROWS, one after the other; a block goes from left to right through *wide* tiles of TILE_GROUPS scale
+    groups and, for the columns that are left, *narrow* tiles of one group. A tile of codes is `[2 (half), 8 (row),
+    group, 16 (byte)]`, one of scales `[8 (row), group, 2 (half)]`, both for row `2 * row + half` of the block: a lane
+    has two rows, and they are neighbours in what it writes.
 
     Invariant: a page is complete by itself; codes and scales are never stored apart.
     """
@@ -91,3 +102,23 @@ class PageLayout:
     @property
     def _scales_bytes(self) -> int:
         return self.hidden_size * self.intermediate_size // MXFP4_GROUP
+
+
+PAGE_ALIGNMENT: Final = 16
+"""Bytes: the width of a kernel's load."""
+
+
+def check_page_addresses(addresses: Mapping[int, int]) -> None:
+    """Refuse pages that a kernel could not read.
+
+    Args:
+        addresses: byte address by local expert.
+    Raises: ValueError that names the entry.
+    """
+    for expert, address in addresses.items():
+        if address == 0:
+            raise ValueError(f"addresses[{expert}] is 0: the page has no address")
+        if address % PAGE_ALIGNMENT:
+            raise ValueError(
+                f"addresses[{expert}] is {address:#x}: pages must be aligned to {PAGE_ALIGNMENT} bytes"
+            )

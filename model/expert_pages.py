@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from kernels.formats import MXFP4_GROUP, PageLayout
+from kernels.reference.expert_pages import store_codes, store_scales
 from model.config import ModelConfig
 from model.parallel import ParallelLayout
 
@@ -52,19 +53,20 @@ def fill_page(
     expert_id = parallel.local_experts(config.num_experts_of(layer))[expert]
     name = f"{config.layer_names[layer]}.ffn.experts.{expert_id}"
     inter = parallel.expert_slice(config.moe_intermediate_size)
+    hidden, width = layout.hidden_size, layout.intermediate_size
+
+    def read(tensor: str, num_rows: int, num_columns: int, **part: slice) -> Tensor:
+        matrix = out.new_empty(num_rows, num_columns)
+        tensors.read_into(matrix, f"{name}.{tensor}", **part)
+        return matrix
+
     for weight, codes, scales in (
         ("w1", layout.gate_codes, layout.gate_scales),
         ("w3", layout.up_codes, layout.up_scales),
     ):
-        tensors.read_into(
-            out[codes].view(layout.intermediate_size, -1), f"{name}.{weight}.weight", rows=inter
-        )
-        tensors.read_into(
-            out[scales].view(layout.intermediate_size, -1), f"{name}.{weight}.scale", rows=inter
-        )
-    down_codes, down_scales = (
-        out[part].view(layout.hidden_size, -1) for part in (layout.down_codes, layout.down_scales)
-    )
-    tensors.read_into(down_codes, f"{name}.w2.weight", columns=slice(inter.start // 2, inter.stop // 2))
+        store_codes(out[codes], read(f"{weight}.weight", width, hidden // 2, rows=inter))
+        store_scales(out[scales], read(f"{weight}.scale", width, hidden // MXFP4_GROUP, rows=inter))
+    packed = slice(inter.start // 2, inter.stop // 2)
     groups = slice(inter.start // MXFP4_GROUP, inter.stop // MXFP4_GROUP)
-    tensors.read_into(down_scales, f"{name}.w2.scale", columns=groups)
+    store_codes(out[layout.down_codes], read("w2.weight", hidden, width // 2, columns=packed))
+    store_scales(out[layout.down_scales], read("w2.scale", hidden, width // MXFP4_GROUP, columns=groups))

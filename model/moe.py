@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.reference.experts import expert_mlp, swiglu
+from kernels import experts as kernels
+from kernels.expert_rows import combine
+from kernels.reference import experts as reference
+from kernels.reference.experts import swiglu
 from kernels.reference.linear import linear, linear_bf16
 from kernels.reference.quantize import quantize_q8
 from kernels.reference.router import route
 from model.config import ModelConfig
-from model.expert_source import ExpertSource
+from model.expert_source import ExpertSource, PageGroup
 from model.numerics import Numerics
 from model.parallel import Collectives, ParallelLayout
 from model.probe import Probe
@@ -27,6 +30,7 @@ class MixtureOfExperts:
         experts: ExpertSource,
         collectives: Collectives,
         numerics: Numerics,
+        device: torch.device,
         probe: Probe,
     ) -> None:
         self._config = config
@@ -35,6 +39,12 @@ class MixtureOfExperts:
         self._collectives = collectives
         self._numerics = numerics
         self._probe = probe
+        # The kernels take bf16 activations and accumulate in fp32; golden numbers and the CPU want the reference.
+        self._use_kernels = (
+            device.type == "cuda"
+            and numerics.accumulate == torch.float32
+            and not numerics.quantize_expert_activations
+        )
 
     def forward(self, layer: int, weights: MoeWeights, x: Tensor) -> Tensor:
         """Routed experts plus shared expert.
@@ -54,31 +64,43 @@ class MixtureOfExperts:
         self._probe(layer, "topk_weights", topk_weights)
         routed = self._routed(layer, x, topk_idx, topk_weights)
         shared = self._shared(weights, x)
-        return self._combine(routed, shared)
+        return self._combine(layer, routed, topk_idx, shared)
+
+    def _local_experts(self, layer: int) -> range:
+        return self._layout.local_experts(self._config.num_experts_of(layer))
 
     def _routed(self, layer: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-        """This rank's part of every chosen expert's output: `[num_tokens, num_topk, hidden]`, accumulation type."""
-        local = self._layout.local_experts(self._config.num_experts_of(layer))
+        """This rank's part of every chosen expert's output: `[num_tokens, num_topk, hidden]`, accumulation type.
+
+        Zero where the expert is another rank's. With the kernels bf16, and undefined there: they combine it, too.
+        """
+        local = self._local_experts(layer)
         chosen = torch.unique(topk_idx).tolist()
         needed = [expert - local.start for expert in chosen if expert in local]
-        out = topk_weights.new_zeros(*topk_idx.shape, x.shape[1])
+        shape = (*topk_idx.shape, x.shape[1])
+        out = x.new_empty(shape) if self._use_kernels else topk_weights.new_zeros(shape)
         for group in self._experts.stream(layer, needed):
+            self._multiply(layer, x, topk_idx, topk_weights, group, out)
             # NaN reaches the logits of exactly the sequences that needed the page, on every rank.
             for expert in group.failed:
                 out[topk_idx == local.start + expert] = torch.nan
-            expert_mlp(
-                x,
-                topk_idx,
-                topk_weights,
-                group.addresses,
-                group.experts,
-                local.start,
-                self._experts.layout,
-                out,
-                limit=self._config.swiglu_limit,
-                quantize_activations=self._numerics.quantize_expert_activations,
-            )
         return out
+
+    def _multiply(
+        self, layer: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, group: PageGroup, out: Tensor
+    ) -> None:
+        """Write the outputs of the experts in `group` to `out`."""
+        first, layout, limit = (
+            self._local_experts(layer).start,
+            self._experts.layout,
+            self._config.swiglu_limit,
+        )
+        routing = (topk_idx, topk_weights, group.addresses, group.experts, first, layout, out)
+        if self._use_kernels:
+            kernels.expert_mlp(x, *routing, num_experts=self._config.num_experts_of(layer), limit=limit)
+        else:
+            quantize = self._numerics.quantize_expert_activations
+            reference.expert_mlp(x, *routing, limit=limit, quantize_activations=quantize)
 
     def _shared(self, weights: MoeWeights, x: Tensor) -> Tensor:
         """This rank's part of the shared expert's output: `[num_tokens, hidden]`, accumulation type."""
@@ -89,7 +111,7 @@ class MixtureOfExperts:
         h = swiglu(gate, up, self._config.swiglu_limit, accumulate).to(torch.bfloat16)
         return linear(quantize_q8(h), weights.shared_w2, accumulate)
 
-    def _combine(self, routed: Tensor, shared: Tensor) -> Tensor:
+    def _combine(self, layer: int, routed: Tensor, topk_idx: Tensor, shared: Tensor) -> Tensor:
         """Sum over choices in ascending expert order, shared expert last, rounded once.
 
         With the reference's rounding each expert's complete output is BF16 before the sum, so the ranks' parts of every
@@ -99,7 +121,10 @@ class MixtureOfExperts:
             parts = torch.cat((routed, shared.unsqueeze(1)), dim=1)
             complete = self._collectives.all_reduce(parts).to(torch.bfloat16).to(parts.dtype)
             return _sum_in_order(complete).to(torch.bfloat16)
-        partial = _sum_in_order(routed) + shared
+        if self._use_kernels:
+            partial = combine(routed, topk_idx, self._local_experts(layer)) + shared
+        else:
+            partial = _sum_in_order(routed) + shared
         return self._collectives.all_reduce(partial).to(torch.bfloat16)
 
 

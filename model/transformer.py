@@ -65,8 +65,9 @@ class Transformer:
         self.collectives = collectives
         self.numerics = numerics
         self.caches = caches
-        self.attention = Attention(config, caches, collectives, numerics, weights.embed.device, probe)
-        self.moe = MixtureOfExperts(config, layout, experts, collectives, numerics, probe)
+        device = weights.embed.device
+        self.attention = Attention(config, caches, collectives, numerics, device, probe)
+        self.moe = MixtureOfExperts(config, layout, experts, collectives, numerics, device, probe)
         self._engram = Engram(config, token_map, collectives, numerics, probe)
         self._vocab = layout.shard(config.vocab_size)
         self._probe = probe

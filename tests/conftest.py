@@ -1,10 +1,15 @@
 """What holds for every test: one thread of arithmetic, and no Ray cluster unless the test asks for one."""
 
 import os
+from pathlib import Path
 
 # Read by torch when it is first imported, here and in every process that a test starts: with one thread a sum
 # has one order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Read by Triton when it is first imported: where there is no GPU its kernels are interpreted.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Read by Ray when it is first imported.
 from deployment.launch import LOCAL_ENVIRONMENT

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.formats import PageLayout
 from kernels.reference.activation import silu
+from kernels.reference.expert_pages import load_codes, load_scales
 from kernels.reference.linear import linear, linear_bf16
 from kernels.reference.quantize import dequantize_mxfp4, quantize_q8
 
@@ -73,7 +74,7 @@ def read_page(address: int, layout: PageLayout, device: torch.device) -> tuple[T
     hidden, inter = layout.hidden_size, layout.intermediate_size
 
     def section(codes: slice, scales: slice, rows: int) -> Tensor:
-        return dequantize_mxfp4(page[codes].view(rows, -1), page[scales].view(rows, -1))
+        return dequantize_mxfp4(load_codes(page[codes], rows), load_scales(page[scales], rows))
 
     return (
         section(layout.gate_codes, layout.gate_scales, inter),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.formats import PageLayout
+from kernels.reference.expert_pages import store_codes, store_scales
 from kernels.reference.experts import expert_mlp, read_page, swiglu, view_memory
 from kernels.reference.quantize import encode_mxfp4, quantize_q8
 from tests.kernels.builders import (
@@ -45,15 +46,28 @@ class Experts:
             ]
             for name, shape in shapes.items()
         }
-        # The order of `PageLayout`'s docstring, written out.
         self.pages = [
-            torch.cat([part.flatten() for part in (g[0], u[0], g[1], u[1], d[0], d[1])])
-            for g, u, d in zip(encoded["gate"], encoded["up"], encoded["down"], strict=True)
+            pack_page(*matrices)
+            for matrices in zip(encoded["gate"], encoded["up"], encoded["down"], strict=True)
         ]
         self.addresses = torch.tensor([page.data_ptr() for page in self.pages])
         self.gate, self.up, self.down = (
             [dequantize(*pair) for pair in encoded[name]] for name in ("gate", "up", "down")
         )
+
+
+def pack_page(*matrices: tuple[Tensor, Tensor]) -> Tensor:
+    """A page of codes and scales of gate, up and down."""
+    page = torch.empty(LAYOUT.num_bytes, dtype=torch.uint8)
+    sections = (
+        (LAYOUT.gate_codes, LAYOUT.gate_scales),
+        (LAYOUT.up_codes, LAYOUT.up_scales),
+        (LAYOUT.down_codes, LAYOUT.down_scales),
+    )
+    for (codes, scales), (code_section, scale_section) in zip(matrices, sections, strict=True):
+        store_codes(page[code_section], codes)
+        store_scales(page[scale_section], scales)
+    return page
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Array:

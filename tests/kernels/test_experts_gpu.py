@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda")
 
 
 class Case:
-    """Random pages, inputs and routing on the GPU."""
+    """Random pages, inputs and routing on the GPU; all experts are local."""
 
     def __init__(self, inter: int, num_experts: int, num_tokens: int, hidden: int = 5120, num_topk: int = 6):
         self.layout = PageLayout(hidden, inter)
@@ -37,7 +37,8 @@ class Case:
     def run(self, addresses: Tensor | None = None, experts: list[int] | None = None) -> Tensor:
         from kernels.experts import expert_mlp
 
-        out = torch.zeros(*self.topk_idx.shape, self.layout.hidden_size, device=DEVICE)
+        shape = (*self.topk_idx.shape, self.layout.hidden_size)
+        out = torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE)
         expert_mlp(
             self.x,
             self.topk_idx,
@@ -47,6 +48,7 @@ class Case:
             0,
             self.layout,
             out,
+            num_experts=len(self.pages),
             limit=10.0,
         )
         return out
@@ -75,15 +77,19 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("inter", [2304, 1152, 576, 288, 32])
-@pytest.mark.parametrize("num_tokens", [1, 6, 48, 300])
+@pytest.mark.parametrize("num_tokens", [1, 6, 30, 48, 300, 1000])
 def test_outputs_agree_with_fp64(inter: int, num_tokens: int) -> None:
     case = Case(inter, num_experts=12, num_tokens=num_tokens)
     assert relative_error(case.run(), case.expected()) < 4e-3
 
 
-@pytest.mark.parametrize("inter", range(32, 2305, 32))
-def test_every_width_works(inter: int) -> None:
-    case = Case(inter, num_experts=3, num_tokens=5, hidden=256 + inter % 256, num_topk=2)
+WIDTHS = [32, 64, 96, 128, 160, 256, 416, 576, 864]
+
+
+@pytest.mark.parametrize("num_tokens", [5, 200])
+@pytest.mark.parametrize("inter", WIDTHS)
+def test_every_split_into_wide_and_narrow_tiles_works(inter: int, num_tokens: int) -> None:
+    case = Case(inter, num_experts=3, num_tokens=num_tokens, hidden=256 + inter % 256, num_topk=2)
     assert relative_error(case.run(), case.expected()) < 4e-3
 
 
@@ -107,19 +113,28 @@ def test_one_expert_may_take_all_rows() -> None:
     assert relative_error(case.run(), case.expected()) < 4e-3
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "parts"),
+    [
+        (12, [slice(0, 1), slice(5, 12), slice(2, 10)]),
+        (700, [slice(0, 100), slice(50, 300), slice(200, 700)]),
+    ],
+)
 @pytest.mark.parametrize("inter", [2304, 288])
-def test_a_row_has_the_same_bits_in_every_batch(inter: int) -> None:
-    case = Case(inter, num_experts=8, num_tokens=120)
+def test_a_row_has_the_same_bits_in_every_batch(inter: int, num_tokens: int, parts: list[slice]) -> None:
+    """Of few rows an expert, and of many: those are two products."""
+    case = Case(inter, num_experts=8, num_tokens=num_tokens)
     whole = case.run()
-    for part in (slice(0, 1), slice(5, 18), slice(40, 120)):
-        alone = Case(inter, num_experts=8, num_tokens=120)
+    for part in parts:
+        alone = Case(inter, num_experts=8, num_tokens=num_tokens)
         alone.x, alone.topk_idx = alone.x[part], alone.topk_idx[part]
         alone.topk_weights = alone.topk_weights[part]
         assert_bit_equal(alone.run().cpu(), whole[part].cpu())
 
 
-def test_slots_memory_and_repetition_change_no_bit() -> None:
-    case = Case(288, num_experts=16, num_tokens=9)
+@pytest.mark.parametrize("num_tokens", [9, 300])
+def test_slots_memory_and_repetition_change_no_bit(num_tokens: int) -> None:
+    case = Case(288, num_experts=16, num_tokens=num_tokens)
     expected = case.run().cpu()
     assert_bit_equal(case.run().cpu(), expected)
     order = torch.randperm(16, device=DEVICE)
@@ -128,10 +143,15 @@ def test_slots_memory_and_repetition_change_no_bit() -> None:
     assert_bit_equal(case.run(case.addresses(slots)[order]).cpu(), expected)
     mapped = case.pages.cpu().pin_memory()  # a pinned page has the same address on the device
     assert_bit_equal(case.run(case.addresses(mapped)).cpu(), expected)
+    parts = torch.zeros_like(case.run())
+    for experts in (range(5), range(5, 6), range(6, 16)):  # as staging splits a step
+        parts += case.run(experts=list(experts))
+    assert_bit_equal(parts.cpu(), expected)
 
 
-def test_a_graph_follows_other_routing_and_other_addresses() -> None:
-    case = Case(288, num_experts=32, num_tokens=6)
+@pytest.mark.parametrize("num_tokens", [6, 200])
+def test_a_graph_follows_other_routing_and_other_addresses(num_tokens: int) -> None:
+    case = Case(288, num_experts=32, num_tokens=num_tokens)
     addresses, topk_idx = case.addresses(), case.topk_idx.clone()
     case.run(addresses)
     graph = torch.cuda.CUDAGraph()
@@ -139,7 +159,9 @@ def test_a_graph_follows_other_routing_and_other_addresses() -> None:
         out = case.run(addresses)
     for seed in range(3):
         torch.manual_seed(seed)
-        case.topk_idx.copy_(torch.rand(6, 32, device=DEVICE).argsort(dim=1)[:, :6].sort(dim=1).values)
+        case.topk_idx.copy_(
+            torch.rand(num_tokens, 32, device=DEVICE).argsort(dim=1)[:, :6].sort(dim=1).values
+        )
         moved = case.pages.clone()
         addresses.copy_(case.addresses(moved))
         graph.replay()
@@ -168,15 +190,16 @@ def test_bad_input_is_refused_by_name() -> None:
     refused("x must be contiguous", x=good.x.repeat(1, 2)[:, ::2])
     refused("topk_idx must be torch.int64", topk_idx=good.topk_idx.int())
     refused("topk_weights must have shape", topk_weights=good.topk_weights[:2])
-    refused(r"addresses\[2\] is 0", addresses=good.addresses() * torch.tensor([1, 1, 0, 1], device=DEVICE))
-    refused(r"addresses\[0\] is 0x.*aligned", addresses=good.addresses() + 8)
+    refused("addresses must be torch.int64", addresses=good.addresses().int())
 
 
-def test_combine_adds_in_order() -> None:
+def test_combine_adds_local_choices_in_order() -> None:
     from kernels.expert_rows import combine
 
-    parts = torch.randn(7, 6, 5120, device=DEVICE)
-    expected = parts[:, 0]
-    for part in parts.unbind(1)[1:]:
-        expected = expected + part
-    assert_bit_equal(combine(parts).cpu(), expected.cpu())
+    parts = torch.randn(7, 6, 5120, device=DEVICE).to(torch.bfloat16)
+    topk_idx = torch.rand(7, 20, device=DEVICE).argsort(dim=1)[:, :6].sort(dim=1).values
+    expected = torch.zeros(7, 5120, device=DEVICE)
+    for choice in range(6):
+        is_local = ((topk_idx[:, choice] >= 3) & (topk_idx[:, choice] < 15)).unsqueeze(1)
+        expected = torch.where(is_local, expected + parts[:, choice], expected)
+    assert_bit_equal(combine(parts, topk_idx, range(3, 15)).cpu(), expected.cpu())

@@ -1,13 +1,14 @@
 import pytest
 import torch
 
+from kernels.reference.expert_pages import load_codes, load_scales
 from model.checkpoint import Checkpoint
 from model.expert_pages import fill_page, local_experts_per_layer, page_layout
 from model.parallel import ParallelLayout
 
 
 def pages_of_all_ranks(checkpoint: Checkpoint, world_size: int, ep_size: int, layer: int, expert_id: int):
-    """Sections `[rows, bytes]` of one expert on every rank that holds a share of it, in rank order."""
+    """Matrices `[rows, bytes]` of one expert on every rank that holds a share of it, in rank order."""
     config = checkpoint.config.text_config
     for rank in range(world_size):
         parallel = ParallelLayout(rank, world_size, ep_size)
@@ -19,12 +20,12 @@ def pages_of_all_ranks(checkpoint: Checkpoint, world_size: int, ep_size: int, la
         fill_page(page, checkpoint, config, parallel, layer, expert_id - local.start)
         inter = layout.intermediate_size
         yield {
-            "w1.weight": page[layout.gate_codes].view(inter, -1),
-            "w3.weight": page[layout.up_codes].view(inter, -1),
-            "w1.scale": page[layout.gate_scales].view(inter, -1),
-            "w3.scale": page[layout.up_scales].view(inter, -1),
-            "w2.weight": page[layout.down_codes].view(config.hidden_size, -1),
-            "w2.scale": page[layout.down_scales].view(config.hidden_size, -1),
+            "w1.weight": load_codes(page[layout.gate_codes], inter),
+            "w3.weight": load_codes(page[layout.up_codes], inter),
+            "w1.scale": load_scales(page[layout.gate_scales], inter),
+            "w3.scale": load_scales(page[layout.up_scales], inter),
+            "w2.weight": load_codes(page[layout.down_codes], config.hidden_size),
+            "w2.scale": load_scales(page[layout.down_scales], config.hidden_size),
         }
 
 
