@@ -36,6 +36,8 @@ def build(args: EngineConfig) -> Application:
         placement_group_bundles=bundles,
         placement_group_strategy=STRATEGY,
         health_check_period_s=2,
+        # What keeps an engine from starting keeps it from starting again. One that has run is always replaced.
+        max_constructor_retry_count=1,
         graceful_shutdown_timeout_s=20,
     )
     ingress = serve.deployment(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import ray
 from ray import serve
@@ -20,6 +20,9 @@ from deployment.engine_client import EngineClient
 from deployment.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
+
+_STOP_TIMEOUT_S = 10.0
+"""For the core to end its shards in order; less than the deployment's graceful_shutdown_timeout_s."""
 
 
 class EngineReplica:
@@ -48,7 +51,12 @@ class EngineReplica:
         await self._client.wait_until_ready()
 
     async def generate(self, request: AddRequest) -> AsyncGenerator[RequestOutput, None]:
-        """Run a request; see `EngineHandle.generate`. An engine that is gone is told as an output of its own."""
+        """Run a request; see `EngineHandle.generate`.
+
+        The first output is empty and comes at once: it says that there is a replica. An engine that is gone is told as
+        an output of its own.
+        """
+        yield RequestOutput(request.request_id)
         try:
             # Closed here and now: an abort must not wait for the garbage collector.
             async with aclosing(self._client.generate(request)) as outputs:
@@ -84,3 +92,7 @@ class EngineReplica:
         """Serve's last call: stop the core and with it the shards."""
         if hasattr(self, "_client"):
             await self._client.shutdown()
+        if hasattr(self, "_watcher"):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_STOP_TIMEOUT_S):
+                    await self._watcher

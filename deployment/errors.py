@@ -33,18 +33,19 @@ class ApiError(HotsetError):
         code: OpenAI's `code`, or None.
         param: the field of the request that is at fault, or None.
         message: one or two sentences for the client.
-        retry_after_s: seconds for a Retry-After header, or None.
+        retry_after_s: seconds for a Retry-After header, or None; each class has a default.
     """
 
     status: ClassVar[int]
     error_type: ClassVar[str]
     code: ClassVar[str | None] = None
+    default_retry_after_s: ClassVar[float | None] = None
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
-        self.retry_after_s = retry_after_s
+        self.retry_after_s = self.default_retry_after_s if retry_after_s is None else retry_after_s
 
 
 class InvalidRequestError(ApiError):
@@ -91,11 +92,12 @@ class InternalError(ApiError):
 
 
 class EngineDeadError(ApiError):
-    """The engine has lost its shards and is being replaced."""
+    """No engine runs: it comes up, or has lost its shards and is being replaced."""
 
     status = 503
     error_type = "internal_error"
     code = "engine_dead"
+    default_retry_after_s = 10.0  # to load the model again from files in the page cache
 
 
 class SettingsError(HotsetError):

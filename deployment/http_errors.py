@@ -42,7 +42,7 @@ def error_of_request(error: RequestError) -> ApiError:
         case "invalid":
             return InvalidRequestError(error.message)
         case "unavailable":
-            return EngineDeadError(error.message)
+            return EngineDeadError(error.message, retry_after_s=error.retry_after_s)
         case "internal":
             return InternalError(error.message)
 

@@ -20,6 +20,8 @@ from deployment.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+_ACCEPT_TIMEOUT_S = 5.0
+"""For the engine replica to accept a request, which it does at once; without a replica Serve would wait for one."""
 _HEALTH_TIMEOUT_S = 2.0
 """For the engine replica to answer; it does nothing that takes long on its event loop, and probes are impatient."""
 
@@ -57,9 +59,13 @@ class ServeEngineHandle:
         response = self._stream.generate.remote(request)
         has_ended = False
         try:
+            async with asyncio.timeout(_ACCEPT_TIMEOUT_S):
+                await anext(response)
             async for output in response:
                 has_ended = output.finish_reason is not None
                 yield output
+        except TimeoutError as error:
+            raise EngineDeadError("The engine is not running.") from error
         except (RayError, RayServeException) as error:
             has_ended = True
             logger.exception("the engine replica failed with request %s open", request.request_id)

@@ -52,9 +52,9 @@ class Abandoned(Exception):
 
 def main() -> None:
     """Run `serve run`, with its own exit status."""
-    serve = Path(sys.executable).with_name("serve")
     arguments = sys.argv[1:] or ["serve_config.yaml"]
-    sys.exit(run([str(serve), "run", *arguments], LOCAL_ENVIRONMENT | os.environ))
+    command = [sys.executable, "-m", "deployment.serve_run", *arguments]
+    sys.exit(run(command, LOCAL_ENVIRONMENT | os.environ))
 
 
 def run(command: list[str], environment: dict[str, str]) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,11 +18,15 @@ import psutil
 import pytest
 import yaml
 
+from kernels.formats import UE8M0_NAN
 from tests.e2e.test_serve import is_healthy, wait_until
 
 pytestmark = pytest.mark.ray
 
 ROOT = Path(__file__).parents[2]
+START_DEADLINE_S = 90.0
+"""To serve, or to give up. Alone on two cores it takes 25 s; tests run beside other things."""
+MAX_IDLE_BYTES = 6 * 2**30
 BODY = {"model": "deepseek-v4.1-flash", "prompt": "hi", "max_tokens": 3}
 
 
@@ -48,9 +54,10 @@ def test_nothing_is_left_however_it_ends(
     config = write_config(tmp_path / "config.yaml", checkpoint_directory, port)
     shared_memory = set(os.listdir("/dev/shm"))
     with running_server(config, tmp_path / "log") as server:
-        wait_until(lambda: is_healthy(base_url), f"healthy; see {tmp_path / 'log'}")
+        wait_until(lambda: is_healthy(base_url), f"healthy; see {tmp_path / 'log'}", START_DEADLINE_S)
         assert httpx.post(f"{base_url}/v1/completions", json=BODY, timeout=60).status_code == 200
         family = psutil.Process(server.pid).children(recursive=True)
+        assert sum(process.memory_full_info().pss for process in family) < MAX_IDLE_BYTES
         assert listening_addresses(family) == {"127.0.0.1"}
         if end is signal.SIGINT:
             os.killpg(server.pid, end)  # as a terminal does
@@ -61,12 +68,62 @@ def test_nothing_is_left_however_it_ends(
     assert set(os.listdir("/dev/shm")) <= shared_memory
 
 
+def corrupt_scale(checkpoint: Path) -> str:
+    """Make one scale of an expert NaN, which only reading it shows. Returns: what names it."""
+    name = "layers.3.ffn.experts.5.w2.scale"
+    file = (
+        checkpoint / json.loads((checkpoint / "model.safetensors.index.json").read_text())["weight_map"][name]
+    )
+    data = bytearray(file.read_bytes())
+    begin = 8 + int.from_bytes(data[:8], "little")
+    data[begin + json.loads(data[8:begin])[name]["data_offsets"][0] + 3] = UE8M0_NAN
+    file.write_bytes(data)
+    return f"{file}: tensor {name}: element [0, 3] is the ue8m0 code of NaN"
+
+
+def truncate_shard(checkpoint: Path) -> str:
+    """Cut the end of a shard off. Returns: what names it."""
+    file = sorted(checkpoint.glob("*.safetensors"))[1]
+    with file.open("r+b") as shard:
+        shard.truncate(file.stat().st_size - 100)
+    return f"{file}: tensor "
+
+
+@pytest.mark.parametrize("damage", [corrupt_scale, truncate_shard])
+def test_a_bad_checkpoint_ends_the_start_with_one_line_that_names_file_and_tensor(
+    damage: Callable[[Path], str], checkpoint_directory: Path, tmp_path: Path
+) -> None:
+    checkpoint = shutil.copytree(checkpoint_directory, tmp_path / "checkpoint")
+    cause = damage(checkpoint)
+    config = write_config(tmp_path / "config.yaml", checkpoint, port=0)
+    with running_server(config, tmp_path / "log") as server:
+        assert server.wait(START_DEADLINE_S) == 1
+    last_line = (tmp_path / "log").read_text().splitlines()[-1]
+    assert last_line.startswith("hotset does not start: CheckpointError: ")
+    assert cause in last_line
+
+
+def test_plain_serve_run_serves_too(checkpoint_directory: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    config = write_config(tmp_path / "config.yaml", checkpoint_directory, port)
+    serve_run = (str(Path(sys.executable).with_name("serve")), "run")
+    with running_server(config, tmp_path / "log", serve_run) as server:
+        base_url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: is_healthy(base_url), f"healthy; see {tmp_path / 'log'}", START_DEADLINE_S)
+        assert httpx.post(f"{base_url}/v1/completions", json=BODY, timeout=60).status_code == 200
+        os.killpg(server.pid, signal.SIGINT)
+        server.wait(60)
+
+
 @contextmanager
-def running_server(config: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The launcher in a session of its own, as in a terminal; what a failed test leaves of it is killed."""
+def running_server(
+    config: Path, log: Path, command: Sequence[str] = (sys.executable, "-m", "deployment.launch")
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The command in a session of its own, as in a terminal; what a failed test leaves of it is killed."""
     with log.open("w") as output:
         server = subprocess.Popen(
-            [sys.executable, "-m", "deployment.launch", str(config)],
+            [*command, str(config)],
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -169,8 +169,19 @@ def test_a_lost_shard_ends_streams_with_an_error_and_the_engine_comes_back(
         events = [line.removeprefix("data: ") for line in lines if line]
     assert events[-1] == "[DONE]"
     assert "error" in json.loads(events[-2])
+    refusals = [refusal_while_down(base_url) for _ in range(2)]
+    assert [r.json()["error"]["code"] for r in refusals] == ["engine_dead"] * 2
+    assert all(int(r.headers["retry-after"]) >= 1 for r in refusals)
+    assert all(r.elapsed.total_seconds() < 8 for r in refusals)
     wait_until(lambda: is_healthy(base_url) and is_answering(client), "it is back")
     assert complete(client, "The cat") == before
+
+
+def refusal_while_down(base_url: str) -> httpx.Response:
+    response = httpx.post(f"{base_url}/v1/completions", json={"model": MODEL, "prompt": "x"}, timeout=30)
+    assert response.status_code == 503, response.text
+    assert not is_healthy(base_url)
+    return response
 
 
 def shard_pid() -> int:

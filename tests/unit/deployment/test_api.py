@@ -371,6 +371,7 @@ async def test_what_is_not_there_is_answered_as_openai_does(method: str, path: s
         (RequestError("overloaded", "256 requests wait", retry_after_s=1.2), 429, "rate_limit_exceeded"),
         (RequestError("invalid", "too long"), 400, "invalid_request_error"),
         (RequestError("internal", "the logits are not finite"), 500, "internal_error"),
+        (RequestError("unavailable", "the core has ended"), 503, "internal_error"),
     ],
 )
 async def test_the_engines_refusal_has_its_own_status(
@@ -380,7 +381,7 @@ async def test_the_engines_refusal_has_its_own_status(
     assert response.status_code == status
     assert error_of(response)["type"] == error_type
     assert error_of(response)["message"] == error.message
-    assert response.headers.get("retry-after") == ("2" if status == 429 else None)
+    assert response.headers.get("retry-after") == {429: "2", 503: "10"}.get(status)
 
 
 @on_both_routes

@@ -43,14 +43,14 @@ def run_calls(monkeypatch):
     return calls
 
 
-def test_it_runs_serve_run_on_the_default_file(run_calls, monkeypatch):
+def test_it_runs_serve_on_the_default_file(run_calls, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["launch"])
     for name in launch.LOCAL_ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(SystemExit):
         launch.main()
     [(arguments, environment)] = run_calls
-    assert arguments == ["run", "serve_config.yaml"]
+    assert arguments == ["-m", "deployment.serve_run", "serve_config.yaml"]
     assert environment == os.environ | launch.LOCAL_ENVIRONMENT
 
 
@@ -60,7 +60,7 @@ def test_what_the_user_has_set_wins(run_calls, monkeypatch):
     with pytest.raises(SystemExit):
         launch.main()
     [(arguments, environment)] = run_calls
-    assert arguments == ["run", "my.yaml", "--app-dir", "apps"]
+    assert arguments == ["-m", "deployment.serve_run", "my.yaml", "--app-dir", "apps"]
     assert environment["RAY_AUTH_MODE"] == "token"
 
 
