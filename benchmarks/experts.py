@@ -41,6 +41,9 @@ STAGED_GROUP = 8
 BYTES_TO_ROTATE = 1000 * 2**20
 """Pages that a graph reads at least: twenty times the L2 cache of an H200."""
 
+CEILING_OF_ARM = {"resident": "hbm_read", "mapped": "pcie_copy", "staged": "pcie_copy"}
+"""Which bandwidth bounds an arm's page bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -134,6 +137,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     torch.manual_seed(0)
+    limits = ceilings()
     record: dict[str, object] = {
         "command": "python -m benchmarks.experts",
         "gpu": torch.cuda.get_device_name(),
@@ -142,7 +146,7 @@ def main() -> None:
         "triton": importlib.metadata.version("triton"),
         "hidden": HIDDEN,
         "intermediate": INTER,
-        "ceilings": ceilings(),
+        "ceilings": limits,
     }
     results: list[dict[str, object]] = []
     for ep_size in (8, 1):
@@ -150,6 +154,10 @@ def main() -> None:
         for case in CASES:
             if case.ep_size == ep_size:
                 results += measure(case, rank, options.rounds)
+        for result in results:
+            ceiling = CEILING_OF_ARM.get(str(result["arm"]))
+            if ceiling:
+                result["share_of_ceiling"] = round(float(str(result["page_gb_per_s"])) / limits[ceiling], 3)
         del rank
     record["results"] = results
     line = json.dumps(record)
