@@ -153,11 +153,7 @@ def main() -> None:
         rank = Rank(ep_size)
         for case in CASES:
             if case.ep_size == ep_size:
-                results += measure(case, rank, options.rounds)
-        for result in results:
-            ceiling = CEILING_OF_ARM.get(str(result["arm"]))
-            if ceiling:
-                result["share_of_ceiling"] = round(float(str(result["page_gb_per_s"])) / limits[ceiling], 3)
+                results += measure(case, rank, options.rounds, limits)
         del rank
     record["results"] = results
     line = json.dumps(record)
@@ -182,8 +178,8 @@ def ceilings() -> dict[str, float]:
     }
 
 
-def measure(case: Case, rank: Rank, rounds: int) -> list[dict[str, object]]:
-    """All arms of a case, in turns."""
+def measure(case: Case, rank: Rank, rounds: int, limits: dict[str, float]) -> list[dict[str, object]]:
+    """All arms of a case, in turns; `limits` are the ceilings of this run."""
     inputs = Inputs(case, rank)
     arms: dict[str, tuple[Callable[[], None], int]] = {
         name: (_capture(step, inputs), len(inputs.routings))
@@ -207,6 +203,8 @@ def measure(case: Case, rank: Rank, rounds: int) -> list[dict[str, object]]:
     records: list[dict[str, object]] = []
     for name, values in times.items():
         median_us = statistics.median(values)
+        gb_per_s = inputs.page_bytes / median_us / 1e3
+        ceiling = limits.get(CEILING_OF_ARM.get(name, ""))
         records.append(
             {
                 "ep_size": case.ep_size,
@@ -218,7 +216,8 @@ def measure(case: Case, rank: Rank, rounds: int) -> list[dict[str, object]]:
                 "min_us": round(min(values), 1),
                 "max_us": round(max(values), 1),
                 "page_mb": round(inputs.page_bytes / 1e6, 1),
-                "page_gb_per_s": round(inputs.page_bytes / median_us / 1e3, 1),
+                "page_gb_per_s": round(gb_per_s, 1),
+                "share_of_ceiling": None if ceiling is None else round(gb_per_s / ceiling, 3),
                 "tflop_per_s": round(flop / median_us / 1e6, 1),
                 "times_resident": round(median_us / resident_us, 2),
             }
