@@ -71,7 +71,11 @@ class ExpertCache:
             ep_size = self._shard.ep_size or self._shard.world_size
             checkpoint = Checkpoint.open(self._checkpoint)
             self._loader = PoolLoader(
-                checkpoint, self._shard.world_size, ep_size, self._config.num_load_threads
+                checkpoint,
+                self._shard.world_size,
+                ep_size,
+                self._config.num_load_threads,
+                self._config.max_host_pages,
             )
         return self._loader.load()
 

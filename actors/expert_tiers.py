@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from actors.config import ShardConfig
-from actors.host_pool import MappedPool
 from actors.messages import ExpertTraffic
-from actors.page_directory import PageDirectory
+from actors.page_reader import PageReader
 from actors.staging import ColdPages, Copier, DirectPages, StagedPages, create_copier
 from kernels.formats import PageLayout, check_page_addresses
 from model.expert_source import ExpertPageError, PageGroup
@@ -22,9 +21,9 @@ from placement.plan import PlacementPlan
 
 
 def create_expert_source(
-    pool: MappedPool, plan: PlacementPlan, config: ShardConfig, device: torch.device
+    pages: PageReader, plan: PlacementPlan, config: ShardConfig, device: torch.device
 ) -> TieredExpertSource:
-    """Load the plan's hot pages into device slots and serve the others from the pool.
+    """Load the plan's hot pages into device slots and read the others when they are needed.
 
     Raises: ExpertPageError if a hot page is corrupt; ValueError if `device` cannot read the pool in place.
     """
@@ -33,32 +32,29 @@ def create_expert_source(
             f"staging: direct needs a device that reads the host pool in place; {device} does not"
         )
     copier = create_copier(device)
-    resident = load_resident(pool, plan, copier, device)
-    return TieredExpertSource(
-        pool.layout, pool.directory, plan, resident, _create_cold_pages(pool, config, copier, device)
-    )
+    resident = load_resident(pages, plan, copier, device)
+    cold = _create_cold_pages(pages, config, copier, device)
+    return TieredExpertSource(pages, plan, resident, cold)
 
 
 def _create_cold_pages(
-    pool: MappedPool, config: ShardConfig, copier: Copier, device: torch.device
+    pages: PageReader, config: ShardConfig, copier: Copier, device: torch.device
 ) -> ColdPages:
     if config.staging == "direct":
         copier.close()
-        return DirectPages(pool.read, pool.directory.num_pages)
-    memory = torch.empty(config.num_staging_slots, pool.layout.num_bytes, dtype=torch.uint8, device=device)
-    return StagedPages(memory, pool.read, copier)
+        return DirectPages(pages.read, pages.directory.num_pages)
+    memory = torch.empty(config.num_staging_slots, pages.layout.num_bytes, dtype=torch.uint8, device=device)
+    return StagedPages(memory, pages.read, copier)
 
 
-def load_resident(pool: MappedPool, plan: PlacementPlan, copier: Copier, device: torch.device) -> Tensor:
+def load_resident(pages: PageReader, plan: PlacementPlan, copier: Copier, device: torch.device) -> Tensor:
     """Copy the hot pages to the device, layer by layer: `[plan.num_hot, page_bytes]` uint8.
 
     Raises: ExpertPageError if one is corrupt.
     """
-    resident = torch.empty(plan.num_hot, pool.layout.num_bytes, dtype=torch.uint8, device=device)
-    pages = [pool.directory.index(layer, e) for layer, hot in enumerate(plan.hot_experts) for e in hot]
-    copies = [
-        copier.start(partial(pool.read, page), slot) for page, slot in zip(pages, resident, strict=True)
-    ]
+    resident = torch.empty(plan.num_hot, pages.layout.num_bytes, dtype=torch.uint8, device=device)
+    hot = [pages.directory.index(layer, e) for layer, hot in enumerate(plan.hot_experts) for e in hot]
+    copies = [copier.start(partial(pages.read, page), slot) for page, slot in zip(hot, resident, strict=True)]
     for copy in copies:
         copy.join()
     return resident
@@ -76,27 +72,19 @@ class TieredExpertSource:
     - the address of a hot expert never changes.
 
     Args:
-        layout: of every page.
-        directory: numbers the pages.
+        pages: of the rank.
         plan: which experts are hot.
         resident: `[plan.num_hot, page_bytes]` uint8, the hot pages, layer by layer.
         cold: every other page.
     """
 
-    def __init__(
-        self,
-        layout: PageLayout,
-        directory: PageDirectory,
-        plan: PlacementPlan,
-        resident: Tensor,
-        cold: ColdPages,
-    ) -> None:
-        self._layout = layout
-        self._directory = directory
+    def __init__(self, pages: PageReader, plan: PlacementPlan, resident: Tensor, cold: ColdPages) -> None:
+        self._reader = pages
+        self._directory = pages.directory
         self._hot = [frozenset(hot) for hot in plan.hot_experts]
         self._resident = resident  # keeps the memory that the table points to
         self._cold = cold
-        self._table = AddressTable(directory.experts_per_layer, resident.device)
+        self._table = AddressTable(pages.directory.experts_per_layer, resident.device)
         slots = iter(resident)
         for layer, hot in enumerate(plan.hot_experts):
             self._table.update(layer, {expert: next(slots).data_ptr() for expert in hot})
@@ -107,7 +95,7 @@ class TieredExpertSource:
     @property
     def layout(self) -> PageLayout:
         """See ExpertSource."""
-        return self._layout
+        return self._reader.layout
 
     def stream(self, layer: int, experts: Sequence[int]) -> Iterator[PageGroup]:
         """See ExpertSource."""
@@ -119,7 +107,7 @@ class TieredExpertSource:
     def take_traffic(self) -> ExpertTraffic:
         """Pages and bytes since the last call."""
         counts, self._counts = self._counts, _Counts()
-        return ExpertTraffic(**asdict(counts))
+        return ExpertTraffic(**asdict(counts), num_disk_reads=self._reader.take_disk_reads())
 
     def take_failures(self) -> list[str]:
         """Which pages could not be read, and why, since the last call."""

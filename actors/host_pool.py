@@ -1,9 +1,9 @@
-"""HostPool: all expert pages of one rank in shared memory, made by the ExpertCache and mapped by the shard.
+"""HostPool: expert pages of one rank in shared memory, made by the ExpertCache and mapped by the shard.
 
     0             length of the contents, then the contents themselves (`PoolContents`, msgpack)
     4096 - 8      1 once every page is filled
-    4096          checksum of each page, 4 bytes
-    next multiple of 4096: the pages, in the order of PageDirectory
+    4096          checksum of each page that the region holds, 4 bytes
+    next multiple of 4096: those pages, in the order of PageDirectory
 
 A checksum is zlib's CRC-32 of the page. It guards against damaged memory and torn writes, not against
 malice; it is in the standard library, has a standard (RFC 1952), lets other threads run, and takes 3 GB/s
@@ -29,19 +29,23 @@ from model.config import ModelConfig
 from model.expert_pages import local_experts_per_layer, page_layout
 from model.expert_source import ExpertPageError
 from model.parallel import ParallelLayout
+from placement.plan import host_experts
 
 _BLOCK: Final = 4096
 _IS_COMPLETE: Final = _BLOCK // 8 - 1
 """Index of the word that is 1 once every page is filled."""
 
 
-def pool_contents(model_hash: str, config: ModelConfig, parallel: ParallelLayout) -> PoolContents:
+def pool_contents(
+    model_hash: str, config: ModelConfig, parallel: ParallelLayout, max_host_pages: int | None = None
+) -> PoolContents:
     """What the region of one rank has to hold.
 
     Args:
         model_hash: the checkpoint's `content_hash`.
         config: its dimensions.
         parallel: the rank.
+        max_host_pages: bound of the pages in it.
     """
     layout = page_layout(config, parallel)
     return PoolContents(
@@ -52,6 +56,7 @@ def pool_contents(model_hash: str, config: ModelConfig, parallel: ParallelLayout
         hidden_size=layout.hidden_size,
         intermediate_size=layout.intermediate_size,
         experts_per_layer=local_experts_per_layer(config, parallel),
+        max_host_pages=max_host_pages,
     )
 
 
@@ -60,11 +65,16 @@ def region_bytes(contents: PoolContents) -> int:
     return _RegionLayout(contents).num_bytes
 
 
+def num_host_pages(contents: PoolContents) -> int:
+    """Pages that a region holds."""
+    return len(_RegionLayout(contents).slot_of)
+
+
 class HostPool:
     """The owner's side of a region.
 
-    Protocol: fill `page(i)` and then `seal(i)`, for every page, from any number of threads but one per
-    page; then `complete`, once. Nothing is written after that. Shards may map the region from then on, and
+    Protocol: fill `page(i)` and then `seal(i)`, for every page that it `holds`, from any number of threads but
+    one per page; then `complete`, once. Nothing is written after that. Shards may map the region from then on, and
     keep it when the owner closes it or dies.
 
     Invariant: in a complete region every page has the checksum recorded for it.
@@ -78,14 +88,19 @@ class HostPool:
         self.region = PoolRegion(segment=self._mapping.segment, contents=contents)
         self.directory = layout.directory
         self.layout = layout.pages
+        self._slot_of = layout.slot_of
+
+    def holds(self, page: int) -> bool:
+        """Whether the region has room for a page; the others stay in the checkpoint."""
+        return page in self._slot_of
 
     def page(self, page: int) -> Tensor:
         """Bytes of a page: `[layout.num_bytes]` uint8, writable."""
-        return self._views.pages[page]
+        return self._views.pages[self._slot_of[page]]
 
     def seal(self, page: int) -> None:
         """Record the checksum of a page that is filled."""
-        self._views.checksums[page] = checksum_of(self._views.pages[page])
+        self._views.checksums[self._slot_of[page]] = checksum_of(self.page(page))
 
     def complete(self) -> None:
         """Let shards map the region."""
@@ -121,36 +136,46 @@ class MappedPool:
         self.directory = layout.directory
         self.layout = layout.pages
         self._contents = expected
-        self._is_trusted = bytearray([not verify_checksums]) * layout.directory.num_pages
+        self._slot_of = layout.slot_of
+        self._is_trusted = bytearray([not verify_checksums]) * len(layout.slot_of)
 
     @property
     def pages(self) -> Tensor:
-        """All pages in place: `[num_pages, layout.num_bytes]` uint8, never to be written.
+        """All pages in place: `[pages that the region holds, layout.num_bytes]` uint8, never to be written.
 
         This is the memory that a CUDA shard has to register for fast copies and direct reads.
         """
         return self._views.pages
+
+    def holds(self, page: int) -> bool:
+        """Whether the region has a page."""
+        return page in self._slot_of
 
     def read(self, page: int) -> Tensor:
         """A page in place: `[layout.num_bytes]` uint8.
 
         Raises: ExpertPageError if the page is corrupt.
         """
-        if not self._is_trusted[page]:
-            self._verify(page)
-            self._is_trusted[page] = True
-        return self._views.pages[page]
+        slot = self._slot_of[page]
+        if not self._is_trusted[slot]:
+            found, recorded = checksum_of(self._views.pages[slot]), self.checksum(page)
+            if found != recorded:
+                raise ExpertPageError(
+                    f"{self.name_of(page)} in the host pool is corrupt (CRC-32 {found:08x}, recorded {recorded:08x})"
+                )
+            self._is_trusted[slot] = True
+        return self._views.pages[slot]
 
-    def _verify(self, page: int) -> None:
-        found, recorded = checksum_of(self._views.pages[page]), self._views.checksums[page]
-        if found != recorded:
-            layer, expert = self.directory.locate(page)
-            parallel = ParallelLayout(self._contents.rank, self._contents.world_size, self._contents.ep_size)
-            expert_id = parallel.ep_rank * self.directory.experts_per_layer[layer] + expert
-            raise ExpertPageError(
-                f"layer {layer}, expert {expert_id}: rank {parallel.rank}'s page in the host pool is corrupt "
-                f"(CRC-32 {found:08x}, recorded {recorded:08x})"
-            )
+    def checksum(self, page: int) -> int:
+        """What a page's CRC-32 was when it was loaded."""
+        return self._views.checksums[self._slot_of[page]]
+
+    def name_of(self, page: int) -> str:
+        """What a page is called in messages."""
+        layer, expert = self.directory.locate(page)
+        parallel = ParallelLayout(self._contents.rank, self._contents.world_size, self._contents.ep_size)
+        expert_id = parallel.ep_rank * self.directory.experts_per_layer[layer] + expert
+        return f"layer {layer}, expert {expert_id}: rank {parallel.rank}'s page"
 
 
 def checksum_of(page: Tensor) -> int:
@@ -164,8 +189,11 @@ class _RegionLayout:
     def __init__(self, contents: PoolContents) -> None:
         self.directory = PageDirectory(contents.experts_per_layer)
         self.pages = PageLayout(contents.hidden_size, contents.intermediate_size)
-        self.first_page = _BLOCK + -(-4 * self.directory.num_pages // _BLOCK) * _BLOCK
-        self.num_bytes = self.first_page + self.directory.num_pages * self.pages.num_bytes
+        held = host_experts(contents.experts_per_layer, contents.max_host_pages)
+        pages = [self.directory.index(layer, e) for layer, experts in enumerate(held) for e in experts]
+        self.slot_of = {page: slot for slot, page in enumerate(pages)}
+        self.first_page = _BLOCK + -(-4 * len(pages) // _BLOCK) * _BLOCK
+        self.num_bytes = self.first_page + len(pages) * self.pages.num_bytes
 
 
 class _RegionViews:
@@ -174,7 +202,7 @@ class _RegionViews:
     def __init__(self, mapping: SharedMapping, layout: _RegionLayout) -> None:
         header = memoryview(mapping.memory)[:_BLOCK]
         self.words = header.cast("Q")
-        num_pages = layout.directory.num_pages
+        num_pages = len(layout.slot_of)
         self.checksums = memoryview(mapping.memory)[_BLOCK : _BLOCK + 4 * num_pages].cast("I")
         self.pages = _as_tensor(mapping.memory, layout.first_page).view(num_pages, layout.pages.num_bytes)
         self._header = header
@@ -198,4 +226,4 @@ def _as_tensor(memory: mmap.mmap, offset: int) -> Tensor:
     with warnings.catch_warnings():
         # torch has no read-only tensors and warns; a write to such a mapping ends the process.
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-        return torch.frombuffer(memory, dtype=torch.uint8, offset=offset)
+        return torch.frombuffer(memory, dtype=torch.uint8)[offset:]

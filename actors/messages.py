@@ -111,6 +111,8 @@ class ExpertTraffic(Message, frozen=True):
     """Bytes copied from the pool into staging slots."""
     stall_s: float = 0.0
     """Time the computation waited for copies."""
+    num_disk_reads: int = 0
+    """Pages read from the checkpoint, since the host pool does not hold them or holds them damaged."""
 
 
 class StepOutput(Message, frozen=True, tag=True):
@@ -266,6 +268,8 @@ class PoolContents(Message, frozen=True):
     """Width of the rank's slice of every expert."""
     experts_per_layer: tuple[int, ...]
     """Local experts of each layer, drafts after the backbone."""
+    max_host_pages: int | None = None
+    """How many of the rank's pages the region holds; `placement.plan.host_experts` says which. None: all."""
 
 
 class PoolRegion(Message, frozen=True):
@@ -305,7 +309,7 @@ class CacheStats(Message, frozen=True):
     """The expert cache's state, for operators."""
 
     num_pages: int = 0
-    """Over all ranks."""
+    """Of the pool, over all ranks."""
     num_filled_pages: int = 0
     num_bytes: int = 0
     """Of the whole pool."""

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Final
 
-from actors.host_pool import HostPool, pool_contents, region_bytes
+from actors.host_pool import HostPool, num_host_pages, pool_contents, region_bytes
 from actors.messages import CacheStats, PoolRegion
 from model.checkpoint import Checkpoint
 from model.expert_pages import fill_page
@@ -35,13 +35,23 @@ class PoolLoader:
         world_size: ranks; each gets a region.
         ep_size: expert groups among them.
         num_threads: that read from the checkpoint at once.
+        max_host_pages: bound of the pages in each region; the others stay in the checkpoint.
     """
 
-    def __init__(self, checkpoint: Checkpoint, world_size: int, ep_size: int, num_threads: int) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        world_size: int,
+        ep_size: int,
+        num_threads: int,
+        max_host_pages: int | None = None,
+    ) -> None:
         self._checkpoint = checkpoint
         self._config = checkpoint.config.text_config
         self._ranks = [ParallelLayout(rank, world_size, ep_size) for rank in range(world_size)]
-        self._contents = [pool_contents(checkpoint.content_hash, self._config, rank) for rank in self._ranks]
+        self._contents = [
+            pool_contents(checkpoint.content_hash, self._config, rank, max_host_pages) for rank in self._ranks
+        ]
         self._num_threads = num_threads
         self._pools: list[HostPool] = []
         self._num_filled_pages = 0
@@ -59,7 +69,7 @@ class PoolLoader:
     def stats(self) -> CacheStats:
         """How far loading is."""
         return CacheStats(
-            num_pages=sum(sum(contents.experts_per_layer) for contents in self._contents),
+            num_pages=sum(map(num_host_pages, self._contents)),
             num_filled_pages=self._num_filled_pages,
             num_bytes=sum(map(region_bytes, self._contents)),
         )
@@ -74,7 +84,7 @@ class PoolLoader:
         if needed > available:
             raise HostMemoryError(
                 f"the expert pool needs {_gib(needed)} of host memory, {_gib(available)} are available; "
-                "free memory or serve a smaller checkpoint"
+                "free memory, or set expert_cache.max_host_pages to leave some of it in the checkpoint"
             )
 
     def _filled_pools(self) -> list[HostPool]:
@@ -112,6 +122,8 @@ class PoolLoader:
                 continue
             expert = expert_id - local.start
             page = pool.directory.index(layer, expert)
+            if not pool.holds(page):
+                continue
             fill_page(pool.page(page), self._checkpoint, self._config, parallel, layer, expert)
             pool.seal(page)
             num_pages += 1

@@ -13,6 +13,7 @@ from actors.config import ShardConfig
 from actors.expert_tiers import TieredExpertSource, create_expert_source
 from actors.host_pool import MappedPool, pool_contents
 from actors.messages import ShardFailure, ShardStart, ShardStats
+from actors.page_reader import PageReader, fill_from
 from actors.process_group import connect_store, join_group, leave_group, open_store
 from actors.shard_loop import ShardLoop, StepRunner
 from actors.step_channel import ShardEnd
@@ -69,10 +70,14 @@ class Shard:
         layout = ParallelLayout(self._rank, start.world_size, start.ep_size)
         collectives = self._join_group(start, layout, device, config.collective_timeout_s)
         checkpoint = Checkpoint.open(Path(start.checkpoint))
-        expected = pool_contents(checkpoint.content_hash, checkpoint.config.text_config, layout)
+        text = checkpoint.config.text_config
+        # How much the region holds is the cache's choice; what it holds must be ours.
+        max_host_pages = start.region.contents.max_host_pages
+        expected = pool_contents(checkpoint.content_hash, text, layout, max_host_pages)
         pool = MappedPool(start.region, expected, verify_checksums=start.verify_checksums)
+        pages = PageReader(pool, fill_from(checkpoint, layout, pool.directory))
         plan = spread_evenly(pool.directory.experts_per_layer, config.max_resident_pages)
-        experts = create_expert_source(pool, plan, config, device)
+        experts = create_expert_source(pages, plan, config, device)
         runner = create_runner(ShardContext(config, checkpoint, layout, collectives, experts, device))
         self._parts = _Parts(
             loop=ShardLoop(self._rank, ShardEnd(start.channel, self._rank), runner, experts),

@@ -15,7 +15,7 @@ from actors.expert_slots import ExpertSlots, SlotState
 from model.expert_source import ExpertPageError
 
 ReadPage = Callable[[int], Tensor]
-"""Bytes of a page in the host pool, in place. Raises ExpertPageError if it is corrupt."""
+"""Bytes of a page in host memory. Raises ExpertPageError if it is corrupt or cannot be read."""
 
 
 class Copy(Protocol):
@@ -204,16 +204,18 @@ class StagedPages:
 
 
 class DirectPages:
-    """Cold pages that are read in the pool itself, where the device can.
+    """Cold pages that are read in host memory itself, where the device can.
 
     Args:
-        read_page: from the pool.
-        num_pages: of the pool.
+        read_page: from the pool, or from the checkpoint.
+        num_pages: of the rank.
     """
 
     def __init__(self, read_page: ReadPage, num_pages: int) -> None:
         self._read_page = read_page
         self._num_pages = num_pages
+        self._held: dict[int, Tensor] = {}
+        """Until they are released: what is not in the pool has no other owner."""
 
     @property
     def max_fetched(self) -> int:
@@ -226,10 +228,12 @@ class DirectPages:
 
     def join(self, page: int) -> int:
         """See ColdPages."""
-        return self._read_page(page).data_ptr()
+        self._held[page] = self._read_page(page)
+        return self._held[page].data_ptr()
 
     def release(self, page: int) -> None:
         """See ColdPages."""
+        self._held.pop(page, None)
 
     def close(self) -> None:
         """See ColdPages."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +31,26 @@ def spread_evenly(experts_per_layer: Sequence[int], max_resident_pages: int | No
         max_resident_pages: bound of `num_hot`; None means no bound.
     Returns: a plan that uses the whole bound, as far as there are pages.
     """
+    return PlacementPlan(tuple(tuple(range(n)) for n in _even_shares(experts_per_layer, max_resident_pages)))
+
+
+def host_experts(experts_per_layer: Sequence[int], max_host_pages: int | None) -> tuple[tuple[int, ...], ...]:
+    """Which pages the host pool holds if not all: the same share of every layer, its last experts.
+
+    The first ones are those that `spread_evenly` makes hot; they are the last to need the pool.
+
+    Args:
+        experts_per_layer: local experts of each layer, at least one in all.
+        max_host_pages: bound of their number; None means no bound.
+    """
+    shares = _even_shares(experts_per_layer, max_host_pages)
+    return tuple(tuple(range(n - share, n)) for n, share in zip(experts_per_layer, shares, strict=True))
+
+
+def _even_shares(experts_per_layer: Sequence[int], max_pages: int | None) -> list[int]:
+    """The same share of every layer, `max_pages` in all or every page."""
     num_pages = sum(experts_per_layer)
-    num_hot = num_pages if max_resident_pages is None else min(max_resident_pages, num_pages)
-    hot_experts = []
-    num_before = 0
-    for num_experts in experts_per_layer:
-        # Rounding the running total, not each share, spends the bound exactly.
-        num_after = num_before + num_experts
-        first, last = num_before * num_hot // num_pages, num_after * num_hot // num_pages
-        hot_experts.append(tuple(range(last - first)))
-        num_before = num_after
-    return PlacementPlan(tuple(hot_experts))
+    num_taken = num_pages if max_pages is None else min(max_pages, num_pages)
+    # Rounding the running total, not each share, spends the bound exactly.
+    ends = [num_before * num_taken // num_pages for num_before in accumulate(experts_per_layer, initial=0)]
+    return [end - start for start, end in pairwise(ends)]

@@ -10,7 +10,7 @@ from actors.expert_tiers import TieredExpertSource, create_expert_source, load_r
 from actors.staging import CudaCopier, StagedPages
 from kernels.reference.experts import view_memory
 from placement.plan import spread_evenly
-from tests.unit.actors.builders import create_contents, create_pool, map_pool
+from tests.unit.actors.builders import create_contents, create_pool, create_reader, map_pool
 
 pytestmark = pytest.mark.gpu
 
@@ -28,10 +28,9 @@ def test_every_kernel_reads_the_pages_of_its_group(num_resident, num_slots, slow
     copier = CudaCopier(device)
     slow_stream = torch.cuda.current_stream() if slow == "kernels" else copier._stream
     memory = torch.zeros(num_slots, pool.layout.num_bytes, dtype=torch.uint8, device=device)
-    resident = load_resident(pool, plan, copier, device)
-    source = TieredExpertSource(
-        pool.layout, pool.directory, plan, resident, StagedPages(memory, pool.read, copier)
-    )
+    reader = create_reader(pool)
+    resident = load_resident(reader, plan, copier, device)
+    source = TieredExpertSource(reader, plan, resident, StagedPages(memory, reader.read, copier))
     rng = random.Random(0)
     pages: list[tuple[int, torch.Tensor]] = []
     addresses: list[tuple[int, torch.Tensor]] = []
@@ -56,8 +55,8 @@ def test_every_kernel_reads_the_pages_of_its_group(num_resident, num_slots, slow
 
 
 def test_reading_the_pool_in_place_is_refused_as_long_as_the_device_cannot():
-    pool = map_pool(create_pool(create_contents(EXPERTS_PER_LAYER)))
+    pages = create_reader(map_pool(create_pool(create_contents(EXPERTS_PER_LAYER))))
     with pytest.raises(ValueError, match="direct"):
         create_expert_source(
-            pool, spread_evenly(EXPERTS_PER_LAYER, 0), ShardConfig(staging="direct"), torch.device("cuda")
+            pages, spread_evenly(EXPERTS_PER_LAYER, 0), ShardConfig(staging="direct"), torch.device("cuda")
         )

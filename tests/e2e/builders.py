@@ -13,6 +13,7 @@ from actors.config import ShardConfig
 from actors.expert_tiers import TieredExpertSource, create_expert_source
 from actors.host_pool import HostPool, MappedPool, pool_contents
 from actors.messages import AddRequest, SamplingParams, StepInput, StepOutput
+from actors.page_reader import PageReader, fill_from
 from actors.shard_runner import ShardRunner
 from deployment.config import SchedulerConfig
 from deployment.engine import Engine
@@ -20,7 +21,6 @@ from deployment.limits import SchedulerLimits
 from deployment.scheduler import Scheduler
 from model.checkpoint import Checkpoint
 from model.engram_map import load_token_map
-from model.expert_pages import fill_page
 from model.kv_cache import CacheGeometry, KvCaches
 from model.numerics import Numerics
 from model.parallel import Collectives, ParallelLayout
@@ -43,16 +43,23 @@ class LoadedModel:
     token_map: Tensor
 
 
+def create_pool(checkpoint: Checkpoint, max_host_pages: int | None = None) -> HostPool:
+    """A filled host pool of one rank."""
+    config = checkpoint.config.text_config
+    pool = HostPool(pool_contents(checkpoint.content_hash, config, ONE_RANK, max_host_pages))
+    fill = fill_from(checkpoint, ONE_RANK, pool.directory)
+    for page in filter(pool.holds, range(pool.directory.num_pages)):
+        fill(pool.page(page), page)
+        pool.seal(page)
+    pool.complete()
+    return pool
+
+
 def load_model(directory: Path, numerics: Numerics, device: torch.device = CPU) -> LoadedModel:
     """Weights and a filled host pool of one rank."""
     checkpoint = Checkpoint.open(directory)
     config = checkpoint.config.text_config
-    pool = HostPool(pool_contents(checkpoint.content_hash, config, ONE_RANK))
-    for page in range(pool.directory.num_pages):
-        layer, expert = pool.directory.locate(page)
-        fill_page(pool.page(page), checkpoint, config, ONE_RANK, layer, expert)
-        pool.seal(page)
-    pool.complete()
+    pool = create_pool(checkpoint)
     weights = load_weights(checkpoint, config, ONE_RANK, device, numerics.accumulate)
     return LoadedModel(directory, checkpoint, weights, pool, load_token_map(directory, config))
 
@@ -86,7 +93,8 @@ def create_runner(
     mapped = MappedPool(model.pool.region, model.pool.region.contents)
     plan = plan or spread_evenly(mapped.directory.experts_per_layer, shard.max_resident_pages)
     device = model.weights.norm.device
-    experts = create_expert_source(mapped, plan, shard, device)
+    pages = PageReader(mapped, fill_from(model.checkpoint, ONE_RANK, mapped.directory))
+    experts = create_expert_source(pages, plan, shard, device)
     geometry = CacheGeometry(limits.max_num_seqs, limits.num_blocks, limits.block_size)
     transformer = Transformer(
         config,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +17,19 @@ from actors.messages import ScheduledSequence, StepInput
 from deployment.config import SchedulerConfig
 from deployment.limits import SchedulerLimits
 from model.batch import ForwardBatch, SequenceRows
+from model.checkpoint import Checkpoint
 from model.kv_cache import CacheGeometry
 from model.numerics import Numerics
+from model.shard_file import CheckpointError
 from placement.plan import PlacementPlan, spread_evenly
-from tests.e2e.builders import LoadedModel, create_engine, create_request, create_runner, run
+from tests.e2e.builders import (
+    LoadedModel,
+    create_engine,
+    create_pool,
+    create_request,
+    create_runner,
+    run,
+)
 
 SERVING = Numerics()
 
@@ -102,23 +115,51 @@ def test_residency_and_staging_change_no_bit(model: LoadedModel) -> None:
             ShardConfig(world_size=1, staging="staged", num_staging_slots=7),
         ):
             assert torch.equal(logits_of(model, shard, plan), expected), f"{plan=} {shard.staging=}"
+    for max_host_pages in (0, 50):
+        tiered = dataclasses.replace(model, pool=create_pool(model.checkpoint, max_host_pages))
+        shard = ShardConfig(world_size=1, num_staging_slots=4)
+        assert torch.equal(logits_of(tiered, shard, spread_evenly(counts, 20)), expected), (
+            f"{max_host_pages=}"
+        )
 
 
-def test_a_corrupt_page_fails_the_requests_that_need_it_and_no_others(model: LoadedModel) -> None:
+@contextmanager
+def damaged_page(model: LoadedModel) -> Iterator[None]:
+    page = model.pool.page(model.pool.directory.index(3, 1))
+    page[5] ^= 1
+    try:
+        yield
+    finally:
+        page[5] ^= 1
+
+
+def test_a_corrupt_page_changes_no_token_while_the_checkpoint_has_it(model: LoadedModel) -> None:
     rng = random.Random(11)
     requests = [create_request(f"r{i}", random_prompt(rng, 2), max_tokens=2) for i in range(8)]
     healthy = run(create_engine(model, SERVING), requests)
-    page = model.pool.directory.index(3, 1)
     engine = create_engine(model, SERVING, ShardConfig(world_size=1, max_resident_pages=0))
-    model.pool.page(page)[5] ^= 1
-    try:
+    with damaged_page(model):
+        assert run(engine, requests) == healthy
+
+
+def test_a_lost_page_fails_the_requests_that_need_it_and_no_others(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(11)
+    requests = [create_request(f"r{i}", random_prompt(rng, 2), max_tokens=2) for i in range(8)]
+    healthy = run(create_engine(model, SERVING), requests)
+    engine = create_engine(model, SERVING, ShardConfig(world_size=1, max_resident_pages=0))
+
+    def fail(self: Checkpoint, out: Tensor, name: str, **part: slice) -> None:
+        raise CheckpointError(Path("shard"), "cannot be read", name)
+
+    monkeypatch.setattr(Checkpoint, "read_into", fail)
+    with damaged_page(model):
         for request in requests:
             assert engine.add(request) is None
         outputs = []
         while engine.has_requests:
             outputs += engine.step()
-    finally:
-        model.pool.page(page)[5] ^= 1
     failed = {o.request_id: o.error for o in outputs if o.error is not None}
     assert 0 < len(failed) < len(requests)
     assert all("layer 3, expert 1" in error.message for error in failed.values()), failed

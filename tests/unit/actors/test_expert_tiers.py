@@ -19,7 +19,14 @@ from actors.staging import ColdPages, DirectPages, StagedPages, ThreadCopier
 from kernels.reference.experts import view_memory
 from model.expert_source import ExpertPageError, PageGroup
 from placement.plan import PlacementPlan, spread_evenly
-from tests.unit.actors.builders import create_contents, create_pool, map_pool
+from tests.unit.actors.builders import (
+    FakeCheckpoint,
+    create_contents,
+    create_pool,
+    create_reader,
+    map_pool,
+    random_page,
+)
 
 EXPERTS_PER_LAYER = (6, 1, 9, 4)
 ALL_EXPERTS = [list(range(count)) for count in EXPERTS_PER_LAYER]
@@ -28,8 +35,8 @@ CPU = torch.device("cpu")
 
 
 @functools.cache
-def shared_pool() -> HostPool:
-    return create_pool(create_contents(EXPERTS_PER_LAYER))
+def shared_pool(max_host_pages: int | None = None) -> HostPool:
+    return create_pool(create_contents(EXPERTS_PER_LAYER, max_host_pages=max_host_pages))
 
 
 class ScriptedCopier:
@@ -72,10 +79,10 @@ class ScriptedCopy:
 
 
 def create_source(cold: ColdPages, plan: PlacementPlan, pool: MappedPool) -> TieredExpertSource:
-    copier = ThreadCopier()
-    resident = load_resident(pool, plan, copier, CPU)
+    copier, pages = ThreadCopier(), create_reader(pool)
+    resident = load_resident(pages, plan, copier, CPU)
     copier.close()
-    return TieredExpertSource(pool.layout, pool.directory, plan, resident, cold)
+    return TieredExpertSource(pages, plan, resident, cold)
 
 
 def create_staged_pages(
@@ -88,7 +95,8 @@ def create_staged_pages(
 def assert_group_holds_its_pages(group: PageGroup, layer: int, pool: MappedPool) -> None:
     for expert in group.experts:
         held = view_memory(int(group.addresses[expert]), pool.layout.num_bytes, CPU)
-        assert torch.equal(held, pool.pages[pool.directory.index(layer, expert)]), f"{layer=} {expert=}"
+        expected = random_page(pool.directory.index(layer, expert), pool.layout.num_bytes)
+        assert torch.equal(held, expected), f"{layer=} {expert=}"
 
 
 PLANS = st.tuples(*(st.sets(st.sampled_from(experts)) for experts in ALL_EXPERTS)).map(
@@ -138,12 +146,18 @@ def test_a_stream_that_is_abandoned_leaves_the_slots_to_the_next_one(plan, forwa
     staged.check_integrity()
 
 
-@given(PLANS, FORWARDS, st.sampled_from(["staged", "direct"]), st.integers(2, 7))
-@settings(max_examples=30, deadline=None)
-def test_residency_and_staging_never_change_what_is_read(plan, forwards, staging, num_staging_slots):
-    pool = map_pool(shared_pool())
+@given(
+    PLANS,
+    FORWARDS,
+    st.sampled_from(["staged", "direct"]),
+    st.integers(2, 7),
+    st.sampled_from([None, 0, 7, 13]),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_tier_changes_what_is_read(plan, forwards, staging, num_staging_slots, max_host_pages):
+    pool = map_pool(shared_pool(max_host_pages))
     config = ShardConfig(staging=staging, num_staging_slots=num_staging_slots)
-    source = create_expert_source(pool, plan, config, CPU)
+    source = create_expert_source(create_reader(pool), plan, config, CPU)
     for forward in forwards:
         for layer, experts in enumerate(forward):
             groups = source.stream(layer, experts)
@@ -154,7 +168,8 @@ def test_residency_and_staging_never_change_what_is_read(plan, forwards, staging
 
 def test_traffic_counts_hot_and_cold_uses_and_copied_bytes_once():
     pool = map_pool(shared_pool())
-    source = create_expert_source(pool, spread_evenly(EXPERTS_PER_LAYER, 10), ShardConfig(), CPU)
+    plan = spread_evenly(EXPERTS_PER_LAYER, 10)
+    source = create_expert_source(create_reader(pool), plan, ShardConfig(), CPU)
     assert [list(group.experts) for group in source.stream(0, [0, 2, 3, 4])] == [[0, 2], [3, 4]]
     traffic = source.take_traffic()
     assert (traffic.num_hot, traffic.num_cold) == (2, 2)
@@ -162,6 +177,18 @@ def test_traffic_counts_hot_and_cold_uses_and_copied_bytes_once():
     list(source.stream(0, [3]))
     again = source.take_traffic()
     assert (again.num_hot, again.num_cold, again.staged_bytes) == (0, 1, 0)
+    assert traffic.num_disk_reads == again.num_disk_reads == 0
+    source.close()
+
+
+def test_traffic_counts_what_was_read_from_the_checkpoint():
+    pool = map_pool(shared_pool(13))
+    on_disk = [e for e in ALL_EXPERTS[0] if not pool.holds(pool.directory.index(0, e))]
+    assert len(on_disk) == 3
+    source = create_expert_source(create_reader(pool), NOTHING_HOT, ShardConfig(), CPU)
+    list(source.stream(0, ALL_EXPERTS[0]))
+    assert source.take_traffic().num_disk_reads == 3
+    assert source.take_traffic().num_disk_reads == 0
     source.close()
 
 
@@ -194,11 +221,15 @@ def test_cold_pages_are_copied_while_the_hot_ones_before_them_compute():
 
 
 @pytest.mark.parametrize("staging", ["staged", "direct"])
-def test_a_corrupt_cold_page_is_reported_as_failed_and_no_other_is(staging):
+def test_a_lost_cold_page_is_reported_as_failed_and_no_other_is(staging):
     owner = create_pool(create_contents(EXPERTS_PER_LAYER))
-    owner.page(owner.directory.index(2, 5))[0] ^= 1
+    page = owner.directory.index(2, 5)
+    owner.page(page)[0] ^= 1
+    checkpoint = FakeCheckpoint()
+    checkpoint.unreadable.add(page)
     pool = map_pool(owner)
-    source = create_expert_source(pool, NOTHING_HOT, ShardConfig(staging=staging, num_staging_slots=4), CPU)
+    config = ShardConfig(staging=staging, num_staging_slots=4)
+    source = create_expert_source(create_reader(pool, checkpoint), NOTHING_HOT, config, CPU)
     for _ in range(3):
         failed = []
         for layer in (0, 2, 3):
@@ -211,11 +242,14 @@ def test_a_corrupt_cold_page_is_reported_as_failed_and_no_other_is(staging):
     source.close()
 
 
-def test_a_corrupt_hot_page_is_found_at_start():
+def test_a_lost_hot_page_is_found_at_start():
     owner = create_pool(create_contents(EXPERTS_PER_LAYER))
     owner.page(0)[0] ^= 1
+    checkpoint = FakeCheckpoint()
+    checkpoint.damaged.add(0)
+    pages = create_reader(map_pool(owner), checkpoint)
     with pytest.raises(ExpertPageError, match="layer 0, expert 0"):
-        create_expert_source(map_pool(owner), spread_evenly(EXPERTS_PER_LAYER, None), ShardConfig(), CPU)
+        create_expert_source(pages, spread_evenly(EXPERTS_PER_LAYER, None), ShardConfig(), CPU)
 
 
 @given(st.sets(st.integers(0, 30)).map(sorted), st.sets(st.integers(0, 30)), st.integers(1, 5))
