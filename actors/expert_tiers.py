@@ -88,7 +88,8 @@ class TieredExpertSource:
         slots = iter(resident)
         for layer, hot in enumerate(plan.hot_experts):
             self._table.update(layer, {expert: next(slots).data_ptr() for expert in hot})
-        self._counts = _Counts()
+        self._layers = [_Counts() for _ in plan.hot_experts]
+        self._reported = ExpertTraffic()
         self._failures: list[str] = []
         self._last: Generator[PageGroup, None, None] | None = None
 
@@ -104,10 +105,18 @@ class TieredExpertSource:
         self._last = self._stream(layer, split_groups(experts, self._hot[layer], self._cold.max_fetched // 2))
         return self._last
 
+    def traffic_by_layer(self) -> tuple[ExpertTraffic, ...]:
+        """Pages and bytes since start; from any thread."""
+        return tuple(
+            ExpertTraffic(**asdict(counts), num_disk_reads=num_disk_reads)
+            for counts, num_disk_reads in zip(self._layers, self._reader.num_disk_reads, strict=True)
+        )
+
     def take_traffic(self) -> ExpertTraffic:
-        """Pages and bytes since the last call."""
-        counts, self._counts = self._counts, _Counts()
-        return ExpertTraffic(**asdict(counts), num_disk_reads=self._reader.take_disk_reads())
+        """Pages and bytes of all layers since the last call."""
+        total = sum(self.traffic_by_layer(), start=ExpertTraffic())
+        before, self._reported = self._reported, total
+        return total - before
 
     def take_failures(self) -> list[str]:
         """Which pages could not be read, and why, since the last call."""
@@ -128,7 +137,7 @@ class TieredExpertSource:
             for group in groups:
                 while ahead and len(fetched) + len(ahead[0].cold) <= self._cold.max_fetched:
                     for page in self._pages(layer, ahead.popleft()):
-                        if self._fetch(page):
+                        if self._fetch(layer, page):
                             fetched.add(page)
                         else:
                             failed.add(page)
@@ -141,10 +150,10 @@ class TieredExpertSource:
             for page in fetched:
                 self._cold.release(page)
 
-    def _fetch(self, page: int) -> bool:
+    def _fetch(self, layer: int, page: int) -> bool:
         """Begin to make a page readable. Returns: whether that went well so far."""
         try:
-            self._counts.staged_bytes += self._cold.fetch(page)
+            self._layers[layer].staged_bytes += self._cold.fetch(page)
         except ExpertPageError as error:
             self._failures.append(str(error))
             return False
@@ -164,9 +173,10 @@ class TieredExpertSource:
             except ExpertPageError as error:
                 self._failures.append(str(error))
                 failed.add(page)
-        self._counts.stall_s += time.perf_counter() - start
-        self._counts.num_cold += len(group.cold)
-        self._counts.num_hot += len(group.experts) - len(group.cold)
+        counts = self._layers[layer]
+        counts.stall_s += time.perf_counter() - start
+        counts.num_cold += len(group.cold)
+        counts.num_hot += len(group.experts) - len(group.cold)
         self._table.update(layer, addresses)
         return failed
 
@@ -184,7 +194,7 @@ class TieredExpertSource:
 
 @dataclass(slots=True)
 class _Counts:
-    """ExpertTraffic under way."""
+    """A layer's ExpertTraffic, without what the reader counts."""
 
     num_hot: int = 0
     num_cold: int = 0

@@ -15,6 +15,7 @@ checks types on the way in). Token ids and block ids are lists of int.
 
 from __future__ import annotations
 
+import operator
 from typing import Literal
 
 import msgspec
@@ -101,18 +102,30 @@ class SequenceOutput(Message, frozen=True):
 
 
 class ExpertTraffic(Message, frozen=True):
-    """Expert pages read by one rank since the previous reply."""
+    """Expert pages read by one rank."""
 
     num_hot: int = 0
     """Page uses served from a resident slot."""
     num_cold: int = 0
-    """Page uses served from the host pool, staged or direct."""
+    """Page uses served from the host pool or the checkpoint, staged or direct."""
     staged_bytes: int = 0
-    """Bytes copied from the pool into staging slots."""
+    """Bytes copied into staging slots."""
     stall_s: float = 0.0
     """Time the computation waited for copies."""
     num_disk_reads: int = 0
     """Pages read from the checkpoint, since the host pool does not hold them or holds them damaged."""
+
+    def __add__(self, other: ExpertTraffic) -> ExpertTraffic:
+        """Both together."""
+        return ExpertTraffic(
+            *map(operator.add, msgspec.structs.astuple(self), msgspec.structs.astuple(other))
+        )
+
+    def __sub__(self, other: ExpertTraffic) -> ExpertTraffic:
+        """What is new since `other`."""
+        return ExpertTraffic(
+            *map(operator.sub, msgspec.structs.astuple(self), msgspec.structs.astuple(other))
+        )
 
 
 class StepOutput(Message, frozen=True, tag=True):
@@ -303,6 +316,10 @@ class ShardStats(Message, frozen=True):
     """Expert pages of this rank."""
     num_hot_pages: int
     """Those in resident slots."""
+    num_host_pages: int
+    """Those in the host pool."""
+    layers: tuple[ExpertTraffic, ...]
+    """Since start, layer by layer, drafts after the backbone."""
 
 
 class CacheStats(Message, frozen=True):

@@ -53,7 +53,8 @@ class PageReader:
         self._fill = fill
         self._repaired: dict[int, Tensor] = {}
         self._lost: dict[int, str] = {}
-        self._num_disk_reads = 0
+        self.num_disk_reads = [0] * len(self.directory.experts_per_layer)
+        """Pages read from the checkpoint since start, by layer."""
         self._lock = Lock()
 
     def read(self, page: int) -> Tensor:
@@ -71,12 +72,6 @@ class PageReader:
             return self._pool.read(page)
         except ExpertPageError as error:
             return self._repair(page, error)
-
-    def take_disk_reads(self) -> int:
-        """How many pages were read from the checkpoint since the last call."""
-        with self._lock:
-            num_reads, self._num_disk_reads = self._num_disk_reads, 0
-        return num_reads
 
     def _repair(self, page: int, damage: ExpertPageError) -> Tensor:
         try:
@@ -98,5 +93,5 @@ class PageReader:
             name = self._pool.name_of(page)
             raise ExpertPageError(f"{name} cannot be read from the checkpoint: {error}") from error
         with self._lock:
-            self._num_disk_reads += 1
+            self.num_disk_reads[self.directory.locate(page)[0]] += 1
         return out

@@ -84,6 +84,7 @@ class Shard:
             experts=experts,
             num_pages=pool.directory.num_pages,
             num_hot_pages=plan.num_hot,
+            num_host_pages=len(pool.pages),
         )
 
     def run(self) -> ShardFailure | None:
@@ -107,6 +108,8 @@ class Shard:
             num_steps=parts.loop.num_steps,
             num_pages=parts.num_pages,
             num_hot_pages=parts.num_hot_pages,
+            num_host_pages=parts.num_host_pages,
+            layers=parts.experts.traffic_by_layer(),
         )
 
     def _join_group(
@@ -130,3 +133,4 @@ class _Parts:
     experts: TieredExpertSource
     num_pages: int
     num_hot_pages: int
+    num_host_pages: int

@@ -92,11 +92,5 @@ class Engine:
         self._executor.shutdown()
 
     def _count(self, step_output: StepOutput) -> None:
-        total, new = self._traffic, step_output.traffic
         self._num_steps = step_output.step_id
-        self._traffic = ExpertTraffic(
-            num_hot=total.num_hot + new.num_hot,
-            num_cold=total.num_cold + new.num_cold,
-            staged_bytes=total.staged_bytes + new.staged_bytes,
-            stall_s=total.stall_s + new.stall_s,
-        )
+        self._traffic += step_output.traffic

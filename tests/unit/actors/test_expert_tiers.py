@@ -188,7 +188,10 @@ def test_traffic_counts_what_was_read_from_the_checkpoint():
     source = create_expert_source(create_reader(pool), NOTHING_HOT, ShardConfig(), CPU)
     list(source.stream(0, ALL_EXPERTS[0]))
     assert source.take_traffic().num_disk_reads == 3
+    list(source.stream(2, [8]))
     assert source.take_traffic().num_disk_reads == 0
+    assert [layer.num_disk_reads for layer in source.traffic_by_layer()] == [3, 0, 0, 0]
+    assert [layer.num_cold for layer in source.traffic_by_layer()] == [6, 0, 1, 0]
     source.close()
 
 
