@@ -10,7 +10,8 @@ Ray carries the rest, which is rare: `ShardStart` to a shard, `ShardFailure` bac
 `run()`, `PoolRegion` and statistics.
 
 Field types are the plain ones msgpack has (`msgspec.Struct`, since it decodes unions of messages by tag and
-checks types on the way in). Token ids and block ids are lists of int.
+checks types on the way in). Token ids are lists of int; block tables, which are as long as the context and in every
+step, are the bytes of an int32 array, since making a Python object of every block takes milliseconds.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ class ScheduledSequence(Message, frozen=True):
     token_ids: list[int]
     history: list[int]
     """The true tokens just before `start_position`, oldest first: `min(3, start_position)` of them."""
-    block_table: list[int]
-    """Physical block of each logical block of `block_size` tokens, at least as many as cover the last row."""
+    block_table: bytes
+    """Physical block of each logical block of `block_size` tokens, at least as many as cover the last row; int32
+    each, in the machine's byte order."""
     decoder_start: int = 0
     """First position that the decoder layers were evaluated at; earlier rows of theirs do not exist."""
     sampling: SamplingParams | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Set
 
 NULL_BLOCK = 0
@@ -27,7 +28,7 @@ class KVBlocks:
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))  # a stack: the block freed last is used next
-        self._tables: dict[str, list[int]] = {}
+        self._tables: dict[str, array[int]] = {}
 
     @property
     def num_free(self) -> int:
@@ -43,13 +44,13 @@ class KVBlocks:
         """Whether the request's blocks hold `num_tokens` tokens."""
         return num_tokens <= len(self._tables[request_id]) * self._block_size
 
-    def block_table(self, request_id: str) -> list[int]:
-        """The request's blocks in the order of its positions: the list itself, which grows with `cover`."""
-        return self._tables[request_id]
+    def block_table(self, request_id: str) -> bytes:
+        """The request's blocks in the order of its positions, int32 each."""
+        return self._tables[request_id].tobytes()
 
     def cover(self, request_id: str, num_tokens: int) -> bool:
         """Extend the request's table to hold `num_tokens` tokens; False, and no change, if blocks lack."""
-        table = self._tables.get(request_id, [])
+        table = self._tables.get(request_id, array("i"))
         if num_tokens <= len(table) * self._block_size:
             return True
         num_missing = num_blocks_for(num_tokens, self._block_size) - len(table)

@@ -188,7 +188,7 @@ class Scheduler:
         for request, sequence in zip(self._running, step.sequences, strict=True):
             end = sequence.start_position + len(sequence.token_ids)
             assert sequence.state_slot == self._slots.slot(request.request_id), f"{request!r} {sequence=}"
-            assert sequence.block_table is self._kv.block_table(request.request_id), (
+            assert sequence.block_table == self._kv.block_table(request.request_id), (
                 f"{request!r} {sequence=}"
             )
             assert self._kv.covers(request.request_id, end), f"{request!r} {sequence=}"

@@ -215,12 +215,13 @@ class Attention:
     ) -> tuple[Tensor, Tensor]:
         """Selected compressed entries: `[num_rows, index_topk, head_dim]` bf16 and which picks are real."""
         source = self._config.kv_source_of(layer)
-        table = batch.entry_idx[self._config.compress_ratios[layer]]
-        is_entry = selected >= 0
-        if table.shape[1] == 0:  # no entry is complete yet
-            return self._caches.entries[source].new_zeros(*selected.shape, self._config.head_dim), is_entry
-        cache_idx = table[rows.sequence.unsqueeze(1), selected.clamp_min(0)]
-        return self._caches.entries[source][cache_idx], is_entry
+        cache_idx = self._caches.geometry.entry_idx(
+            batch.block_table,
+            rows.sequence.unsqueeze(1),
+            selected.clamp_min(0),
+            self._config.compress_ratios[layer],
+        )
+        return self._caches.entries[source][cache_idx], selected >= 0
 
     def _select(
         self,
@@ -241,7 +242,7 @@ class Attention:
         head_weights = head_weights * (config.index_head_dim**-0.5 * config.index_n_heads**-0.5)
 
         ratio = config.compress_ratios[layer]
-        keys = self._caches.index_keys[config.kv_source_of(layer)]
+        source = config.kv_source_of(layer)
         num_visible = (rows.positions + 1) // ratio
         is_pool_source = layer == config.candidate_source_layer_id
         picks, pools = [], []
@@ -249,7 +250,9 @@ class Attention:
             visible = num_visible[begin:end]
             scores = index_scores(
                 q[begin:end],
-                keys[batch.entry_idx[ratio][index, : batch.num_entries[ratio][index]]],
+                self._caches.read_index_keys(
+                    source, ratio, batch.block_table[index], batch.num_entries[ratio][index]
+                ),
                 head_weights[begin:end],
                 visible,
                 round_bf16=self._numerics.round_index_scores,

@@ -27,7 +27,8 @@ class SequenceRows:
     token_ids: Sequence[int]
     history: Sequence[int]
     """True tokens just before `start_position`, oldest first, at least `min(ngram - 1, start_position)` of them."""
-    block_table: Sequence[int]
+    block_table: bytes
+    """Block of each `block_size` tokens, at least as many as cover the last row; int32 each, machine's byte order."""
     decoder_start: int = 0
     """Decoder layers skip rows before this position; the windows of all but the first do not reach behind it."""
 
@@ -105,8 +106,8 @@ class ForwardBatch:
     """`[num_kept]` int64: rows whose compressor state is kept."""
     half_idx: Tensor
     """`[num_kept]` int64: where it goes."""
-    entry_idx: dict[int, Tensor]
-    """By ratio, `[num_sequences, max_entries]` int64: cache index of each sequence's visible entries, 0 as filler."""
+    block_table: Tensor
+    """`[num_sequences, max_blocks]` int64: each sequence's KV blocks, 0 as filler."""
     num_entries: dict[int, tuple[int, ...]]
     """By ratio: entries of each sequence once this step's are written."""
 
@@ -128,28 +129,24 @@ class ForwardBatch:
         """
         assert sequences, "a step needs at least one sequence"
         device = device or torch.device("cpu")
+        spans = _Spans(
+            slots=torch.tensor([s.state_slot for s in sequences]),
+            starts=torch.tensor([s.start_position for s in sequences]),
+            ends=torch.tensor([s.end_position for s in sequences]),
+        )
+        floors = torch.tensor([s.decoder_start for s in sequences])
+        decoder_spans = replace(spans, starts=spans.starts.maximum(floors).minimum(spans.ends))
         ring = window_ring_size(config)
-        starts = [s.start_position for s in sequences]
-        decoder_starts = [min(max(s.start_position, s.decoder_start), s.end_position) for s in sequences]
-        all_rows = _layout_rows(sequences, starts, [0] * len(sequences), config.sliding_window, ring)
-        tail = _layout_rows(
-            sequences, decoder_starts, [s.decoder_start for s in sequences], config.sliding_window, ring
-        )
-        first_rows = [begin for begin, _ in all_rows.spans]
-        decoder_rows = torch.cat(
-            [
-                torch.arange(first + kept_from - start, first + s.end_position - start)
-                for s, first, start, kept_from in zip(
-                    sequences, first_rows, starts, decoder_starts, strict=True
-                )
-            ]
-        )
+        all_rows = _layout_rows(spans, torch.zeros_like(floors), config.sliding_window, ring)
+        tail = _layout_rows(decoder_spans, floors, config.sliding_window, ring)
+        decoder_rows = tail.positions + spans.row_offsets[tail.sequence]
+        block_table = _block_table(sequences)
         ratios = sorted({config.compress_ratios[layer] for layer in config.kv_source_layer_ids})
-        half_rows, half_idx = _tail_rows(sequences, starts, all_rows.spans, half_ring_size(config))
-        num_entries = {r: tuple(s.end_position // r for s in sequences) for r in ratios}
+        half_ring = half_ring_size(config)
+        half_rows, half_idx = _last_rows(spans, all_rows.positions, all_rows.sequence, half_ring)
         batch = cls(
             token_ids=torch.tensor([t for s in sequences for t in s.token_ids]),
-            lookback=_lookback(sequences, config.engram_max_ngram_size),
+            lookback=_lookback(sequences, all_rows.sequence, config.engram_max_ngram_size),
             encoder=all_rows,
             boundary=replace(
                 all_rows,
@@ -161,105 +158,94 @@ class ForwardBatch:
             ),
             decoder=tail,
             decoder_rows=decoder_rows,
-            last_rows=torch.tensor([end - 1 for _, end in tail.spans]),
-            writes={
-                r: _entry_writes(sequences, first_rows, r, geometry, half_ring_size(config)) for r in ratios
-            },
+            last_rows=decoder_spans.bounds[1:] - 1,
+            writes={r: _entry_writes(spans, all_rows, block_table, r, geometry, half_ring) for r in ratios},
             half_rows=half_rows,
             half_idx=half_idx,
-            entry_idx={
-                r: _entry_table(sequences, num_entries[r], geometry.entries_per_block(r)) for r in ratios
-            },
-            num_entries=num_entries,
+            block_table=block_table,
+            num_entries={r: tuple(s.end_position // r for s in sequences) for r in ratios},
         )
         return _to(batch, device)
 
 
-def _layout_rows(
-    sequences: Sequence[SequenceRows], starts: Sequence[int], floors: Sequence[int], window: int, ring: int
-) -> Rows:
-    """Rows from `starts[i]` to each sequence's end; window keys before `floors[i]` do not exist."""
-    spans: list[tuple[int, int]] = []
-    positions, owners, new, cached = [], [], [], []
-    begin = 0
-    for index, (s, start, floor) in enumerate(zip(sequences, starts, floors, strict=True)):
-        num_rows = s.end_position - start
-        spans.append((begin, begin + num_rows))
-        position = torch.arange(start, s.end_position)
-        key = position.unsqueeze(1) - torch.arange(window - 1, -1, -1)  # [num_rows, window], oldest first
-        is_new = key >= start
-        in_ring = (key >= max(floor, 0)) & ~is_new
-        new.append(torch.where(is_new, key - start + begin, -1))
-        cached.append(torch.where(in_ring, s.state_slot * ring + key % ring, -1))
-        positions.append(position)
-        owners.append(torch.full((num_rows,), index))
-        begin += num_rows
-    kept, kept_ring = _tail_rows(sequences, starts, spans, ring)
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """The position range of each sequence, whose rows lie one sequence after the other; `[num_sequences]` int64."""
+
+    slots: Tensor
+    starts: Tensor
+    ends: Tensor
+
+    @property
+    def bounds(self) -> Tensor:
+        """`[num_sequences + 1]`: sequence `i` has the rows `bounds[i] .. bounds[i + 1] - 1`."""
+        return torch.nn.functional.pad((self.ends - self.starts).cumsum(0), (1, 0))
+
+    @property
+    def row_offsets(self) -> Tensor:
+        """`[num_sequences]`: position `p` of sequence `i` is in row `p + row_offsets[i]`."""
+        return self.bounds[:-1] - self.starts
+
+
+def _layout_rows(spans: _Spans, floors: Tensor, window: int, ring: int) -> Rows:
+    """Rows of all positions in `spans`; window keys before `floors[i]` do not exist."""
+    bounds = spans.bounds
+    sequence = torch.repeat_interleave(bounds.diff())
+    offsets = spans.row_offsets[sequence]
+    positions = torch.arange(len(sequence)) - offsets
+    key = positions.unsqueeze(1) - torch.arange(window - 1, -1, -1)  # [num_rows, window], oldest first
+    is_new = key >= spans.starts[sequence].unsqueeze(1)
+    in_ring = (key >= floors[sequence].unsqueeze(1)) & ~is_new
+    ring_start = (spans.slots * ring)[sequence].unsqueeze(1)
+    kept, kept_ring = _last_rows(spans, positions, sequence, ring)
+    ends = bounds.tolist()
     return Rows(
-        positions=torch.cat(positions),
-        sequence=torch.cat(owners),
-        spans=tuple(spans),
-        window_new=torch.cat(new),
-        window_ring=torch.cat(cached),
+        positions=positions,
+        sequence=sequence,
+        spans=tuple(zip(ends, ends[1:], strict=False)),
+        window_new=torch.where(is_new, key + offsets.unsqueeze(1), -1),
+        window_ring=torch.where(in_ring, ring_start + key % ring, -1),
         kept=kept,
         kept_ring=kept_ring,
     )
 
 
-def _tail_rows(
-    sequences: Sequence[SequenceRows], starts: Sequence[int], spans: Sequence[tuple[int, int]], ring: int
-) -> tuple[Tensor, Tensor]:
+def _last_rows(spans: _Spans, positions: Tensor, sequence: Tensor, ring: int) -> tuple[Tensor, Tensor]:
     """The last `ring` rows of each sequence (each ring row is written once) and their places in the rings."""
-    rows, places = [], []
-    for s, start, (begin, end) in zip(sequences, starts, spans, strict=True):
-        row = torch.arange(max(begin, end - ring), end)
-        rows.append(row)
-        places.append(s.state_slot * ring + (start + row - begin) % ring)
-    return torch.cat(rows), torch.cat(places)
+    rows = (positions >= (spans.ends - ring)[sequence]).nonzero().squeeze(1)
+    return rows, (spans.slots * ring)[sequence[rows]] + positions[rows] % ring
 
 
-def _lookback(sequences: Sequence[SequenceRows], ngram: int) -> Tensor:
-    rows = []
+def _lookback(sequences: Sequence[SequenceRows], sequence: Tensor, ngram: int) -> Tensor:
+    num_before = ngram - 1
+    tokens: list[int] = []  # of each sequence: `num_before` earlier tokens, then the new ones
     for s in sequences:
-        known = [-1] * (ngram - 1) + list(s.history)
-        tokens = torch.tensor(known[len(known) - (ngram - 1) :] + list(s.token_ids))
-        rows.append(tokens.unfold(0, ngram, 1).flip(1))
-    return torch.cat(rows)
+        tokens += [-1] * max(0, num_before - len(s.history))
+        tokens += s.history[max(0, len(s.history) - num_before) :]
+        tokens += s.token_ids
+    place = torch.arange(len(sequence)) + (sequence + 1) * num_before
+    return torch.tensor(tokens)[place.unsqueeze(1) - torch.arange(ngram)]
+
+
+def _block_table(sequences: Sequence[SequenceRows]) -> Tensor:
+    width = max(len(s.block_table) for s in sequences)
+    padded = bytearray().join(s.block_table.ljust(width, b"\0") for s in sequences)
+    return torch.frombuffer(padded, dtype=torch.int32).view(len(sequences), -1).to(torch.int64)
 
 
 def _entry_writes(
-    sequences: Sequence[SequenceRows],
-    first_rows: Sequence[int],
-    ratio: int,
-    geometry: CacheGeometry,
-    half_ring: int,
+    spans: _Spans, all_rows: Rows, block_table: Tensor, ratio: int, geometry: CacheGeometry, half_ring: int
 ) -> EntryWrites:
-    rows, previous_rows, previous_halves, positions, cache_idx = [], [], [], [], []
-    for s, first_row in zip(sequences, first_rows, strict=True):
-        last = torch.arange(s.start_position, s.end_position)
-        last = last[(last + 1) % ratio == 0]
-        first = last - (ratio - 1)
-        block = torch.tensor(s.block_table)[last // geometry.block_size]
-        rows.append(first_row + last - s.start_position)
-        previous_rows.append(torch.where(first >= s.start_position, first_row + first - s.start_position, -1))
-        previous_halves.append(s.state_slot * half_ring + first % half_ring)
-        positions.append(first)
-        cache_idx.append(block * geometry.entries_per_block(ratio) + last % geometry.block_size // ratio)
+    rows = ((all_rows.positions + 1) % ratio == 0).nonzero().squeeze(1)
+    sequence, last = all_rows.sequence[rows], all_rows.positions[rows]
+    first = last - (ratio - 1)
     return EntryWrites(
-        rows=torch.cat(rows),
-        previous_rows=torch.cat(previous_rows),
-        previous_halves=torch.cat(previous_halves),
-        positions=torch.cat(positions),
-        cache_idx=torch.cat(cache_idx),
+        rows=rows,
+        previous_rows=torch.where(first >= spans.starts[sequence], rows - (ratio - 1), -1),
+        previous_halves=(spans.slots * half_ring)[sequence] + first % half_ring,
+        positions=first,
+        cache_idx=geometry.entry_idx(block_table, sequence, last // ratio, ratio),
     )
-
-
-def _entry_table(sequences: Sequence[SequenceRows], num_entries: Sequence[int], per_block: int) -> Tensor:
-    table = torch.zeros(len(sequences), max(num_entries), dtype=torch.int64)
-    for row, s, n in zip(table, sequences, num_entries, strict=True):
-        blocks = torch.tensor(s.block_table, dtype=torch.int64)[: -(-n // per_block)]
-        row[:n] = (blocks.unsqueeze(1) * per_block + torch.arange(per_block)).flatten()[:n]
-    return table
 
 
 def _to(batch: ForwardBatch, device: torch.device) -> ForwardBatch:

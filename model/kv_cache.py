@@ -31,6 +31,19 @@ class CacheGeometry:
         """Compressed entries of one block at a compression ratio of 1 or 2."""
         return self.block_size // ratio
 
+    def entry_idx(self, block_table: Tensor, sequence: Tensor, entries: Tensor, ratio: int) -> Tensor:
+        """Cache rows of compressed entries.
+
+        Args:
+            block_table: `[num_sequences, max_blocks]` int64.
+            sequence: rows of the table, int64; broadcasts with `entries`.
+            entries: numbers of the entries within their sequence, int64.
+            ratio: compression ratio.
+        Returns: int64, of the broadcast shape.
+        """
+        per_block = self.entries_per_block(ratio)
+        return block_table[sequence, entries // per_block] * per_block + entries % per_block
+
 
 def window_ring_size(config: ModelConfig) -> int:
     """Rows of a window ring: the window, and the rows of one verify that may be rejected and overwritten."""
@@ -75,6 +88,20 @@ class KvCaches:
             if ratio == 2:
                 num_halves = geometry.num_slots * half_ring_size(config)
                 self.halves[layer] = zeros(num_halves, 2, config.head_dim, dtype=accumulate)
+
+    def read_index_keys(self, layer: int, ratio: int, block_table: Tensor, num_entries: int) -> Tensor:
+        """First index keys of one sequence.
+
+        Args:
+            layer: KV source.
+            ratio: its compression ratio.
+            block_table: `[max_blocks]` int64, the sequence's.
+            num_entries: how many.
+        Returns: `[num_entries, index_head_dim]` bf16.
+        """
+        per_block = self.geometry.entries_per_block(ratio)
+        blocks = block_table[: -(-num_entries // per_block)]
+        return self.index_keys[layer].unflatten(0, (-1, per_block))[blocks].flatten(0, 1)[:num_entries]
 
     @property
     def num_bytes(self) -> int:

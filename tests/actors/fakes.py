@@ -58,7 +58,7 @@ class SummingRunner:
 def create_step(step_id: int, *commands: tuple[int, int]) -> StepInput:
     """A step for SummingRunner."""
     sequences = [
-        ScheduledSequence(state_slot=0, start_position=0, token_ids=list(c), history=[], block_table=[])
+        ScheduledSequence(state_slot=0, start_position=0, token_ids=list(c), history=[], block_table=b"")
         for c in commands
     ]
     return StepInput(step_id=step_id, sequences=sequences)

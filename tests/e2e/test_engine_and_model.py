@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,7 +88,7 @@ def logits_of(model: LoadedModel, shard: ShardConfig, plan: PlacementPlan | None
     runner, experts = create_runner(model, limits, shard, SERVING, plan)
     geometry = CacheGeometry(limits.max_num_seqs, limits.num_blocks, limits.block_size)
     prompts = [random_prompt(rng, 40), random_prompt(rng, 29)]
-    blocks = [list(range(1, 9)), list(range(9, 17))]
+    blocks = [array("i", range(1, 9)).tobytes(), array("i", range(9, 17)).tobytes()]
     logits = []
     bounds = [(0, 17), (17, 27), (27, 28), (28, 29)]
     for start, end in bounds:
@@ -178,9 +179,10 @@ def test_non_finite_logits_fail_only_their_request(model: LoadedModel) -> None:
     sampling = create_request("r", [5]).sampling
 
     def step(number: int, start: int, tokens: list[int]) -> StepInput:
+        tables = [array("i", [1, 3]).tobytes(), array("i", [2, 4]).tobytes()]
         sequences = [
-            ScheduledSequence(slot, start, tokens, [5, 6, 7][:start], [1 + slot, 3 + slot], sampling=sampling)
-            for slot in range(2)
+            ScheduledSequence(slot, start, tokens, [5, 6, 7][:start], table, sampling=sampling)
+            for slot, table in enumerate(tables)
         ]
         return StepInput(number, sequences)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ class TinyModel:
             start_position=start,
             token_ids=tokens[start:end],
             history=tokens[max(0, start - 3) : start],
-            block_table=[1 + slot + i * self.geometry.num_slots for i in range(blocks)],
+            block_table=array("i", [1 + slot + i * self.geometry.num_slots for i in range(blocks)]).tobytes(),
             decoder_start=decoder_start,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def test_every_recorded_tensor_of_every_layer_is_golden(
 def _optional_views(model: TinyModel, layer: int, expected: dict[str, Any]) -> dict[str, Tensor]:
     views: dict[str, Tensor] = {}
     caches = model.transformer.caches
-    table = model.rows(TOKENS, 0, 1).block_table
+    table = array("i", model.rows(TOKENS, 0, 1).block_table)
     if "selected" in expected:
         selected = model.recorder.last(layer, "selected")
         views["selected"] = selected[selected >= 0]

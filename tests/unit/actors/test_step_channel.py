@@ -18,7 +18,7 @@ from actors.step_channel import CoreEnd, ShardEnd
 
 def create_step(step_id: int, num_tokens: int = 3) -> StepInput:
     sequence = ScheduledSequence(
-        state_slot=0, start_position=0, token_ids=list(range(num_tokens)), history=[], block_table=[0]
+        state_slot=0, start_position=0, token_ids=list(range(num_tokens)), history=[], block_table=bytes(4)
     )
     return StepInput(step_id=step_id, sequences=[sequence])
 
@@ -64,7 +64,9 @@ def test_a_step_that_raises_ends_the_loop_with_its_step_and_traceback():
     bad = StepInput(
         step_id=9,
         sequences=[
-            ScheduledSequence(state_slot=0, start_position=0, token_ids=[-1], history=[], block_table=[0])
+            ScheduledSequence(
+                state_slot=0, start_position=0, token_ids=[-1], history=[], block_table=bytes(4)
+            )
         ],
     )
     core.send(bad, timeout_s=20)

@@ -1,5 +1,6 @@
 """An executor without a model: its next token depends on all that a real model would read from its caches."""
 
+from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -62,13 +63,14 @@ class FakeExecutor:
     def _write(self, sequence: ScheduledSequence) -> None:
         end = sequence.start_position + len(sequence.token_ids)
         assert sequence.token_ids, "a sequence without rows"
-        assert len(sequence.block_table) * self.block_size >= end, f"{sequence}"
+        block_table = array("i", sequence.block_table)
+        assert len(block_table) * self.block_size >= end, f"{sequence}"
         assert len(sequence.history) == min(WINDOW - 1, sequence.start_position), f"{sequence}"
-        assert 0 not in sequence.block_table, f"the null block in {sequence.block_table}"
+        assert 0 not in block_table, f"the null block in {block_table}"
         ring = self._rings[sequence.state_slot]
         for position, token in enumerate(sequence.token_ids, start=sequence.start_position):
             block, offset = divmod(position, self.block_size)
-            self._blocks[sequence.block_table[block]][offset] = token
+            self._blocks[block_table[block]][offset] = token
             ring[position % WINDOW] = (position, token)
 
     def _read(self, sequence: ScheduledSequence) -> SequenceOutput:
@@ -78,7 +80,8 @@ class FakeExecutor:
             return SequenceOutput()
         end = sequence.start_position + len(sequence.token_ids)
         places = (divmod(position, self.block_size) for position in range(end))
-        kv = [self._blocks[sequence.block_table[block]].get(offset, -1) for block, offset in places]
+        block_table = array("i", sequence.block_table)
+        kv = [self._blocks[block_table[block]].get(offset, -1) for block, offset in places]
         ring = self._rings[sequence.state_slot]
         window = [ring.get(position % WINDOW, (-1, -1)) for position in range(max(0, end - WINDOW), end)]
         ngram = [*sequence.history, *sequence.token_ids][-WINDOW:]

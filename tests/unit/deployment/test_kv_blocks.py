@@ -1,3 +1,5 @@
+from array import array
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +15,8 @@ def test_tokens_take_whole_blocks(num_tokens: int, num_blocks: int):
 def test_every_block_but_the_null_block_is_handed_out():
     kv = KVBlocks(num_blocks=5, block_size=2)
     assert kv.cover("a", 8)
-    assert sorted(kv.block_table("a")) == [1, 2, 3, 4]
-    assert NULL_BLOCK not in kv.block_table("a")
+    assert sorted(array("i", kv.block_table("a"))) == [1, 2, 3, 4]
+    assert NULL_BLOCK not in array("i", kv.block_table("a"))
     assert kv.num_free == 0
 
 
@@ -28,10 +30,11 @@ def test_a_table_grows_only_when_a_token_needs_a_new_block():
 def test_a_growing_table_keeps_the_blocks_it_has():
     kv = KVBlocks(num_blocks=8, block_size=2)
     kv.cover("a", 3)
-    before = kv.block_table("a").copy()
+    before = kv.block_table("a")
     kv.cover("b", 3)
     kv.cover("a", 6)
-    assert kv.block_table("a")[:2] == before
+    assert kv.block_table("a")[: len(before)] == before
+    assert len(kv.block_table("a")) > len(before)
 
 
 def test_a_table_covers_whole_blocks():
