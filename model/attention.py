@@ -5,14 +5,20 @@ Source: `spec/model.md` section 4.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernels.reference.attention import sparse_attention
+from kernels.reference.attention import attention_row_bytes, sparse_attention
 from kernels.reference.compressor import pool_pairs
-from kernels.reference.indexer import candidate_pool, index_scores, select_entries
+from kernels.reference.indexer import (
+    candidate_pool,
+    index_row_bytes,
+    index_scores,
+    mask_outside_pool,
+    select_entries,
+)
 from kernels.reference.linear import linear, linear_bf16
 from kernels.reference.norm import rms_norm
 from kernels.reference.quantize import quantize_q4n, quantize_q4u, quantize_q8
@@ -23,6 +29,7 @@ from model.kv_cache import KvCaches
 from model.numerics import Numerics
 from model.parallel import Collectives
 from model.probe import Probe
+from model.row_tiles import split_rows
 from model.weights import AttentionWeights, CompressorWeights, IndexerWeights
 
 
@@ -32,17 +39,15 @@ class Selection:
 
     entries: Tensor | None = None
     """`[num_rows, index_topk]` int64: the last index source's picks, ascending, -1 as filler."""
-    pools: list[Tensor] = field(default_factory=list)
-    """Per sequence, `[its rows, its entries]` bool: the candidate pool; empty before its source layer."""
+    pool: Tensor | None = None
+    """`[num_rows, max_blocks]` bool: candidate blocks of each row's sequence; None before their source layer."""
 
     def keep_decoder_rows(self, batch: ForwardBatch) -> None:
         """Forget the rows that end before the decoder half."""
         if self.entries is not None:
             self.entries = self.entries[batch.decoder_rows]
-        spans = batch.decoder.spans
-        self.pools = [
-            pool[len(pool) - (end - begin) :] for pool, (begin, end) in zip(self.pools, spans, strict=False)
-        ]
+        if self.pool is not None:
+            self.pool = self.pool[batch.decoder_rows]
 
 
 class Attention:
@@ -144,13 +149,12 @@ class Attention:
         low_rank, q = self.queries(layer, weights, x, rows.positions)
         if weights.indexer is not None:
             self._select(layer, weights.indexer, x, low_rank, rows, batch, selection)
-        keys, is_valid = self._window_keys(layer, kv, rows)
-        if config.compress_ratios[layer]:
-            assert selection.entries is not None, f"layer {layer} has no index source before it"
-            entries, is_entry = self._entry_keys(layer, rows, batch, selection.entries)
-            keys, is_valid = torch.cat((keys, entries), dim=1), torch.cat((is_valid, is_entry), dim=1)
+        core = torch.empty_like(q)
+        num_keys = config.sliding_window + (config.index_topk if config.compress_ratios[layer] else 0)
+        for tile in split_rows(0, len(q), attention_row_bytes(*q.shape[1:], num_keys, self._accumulate)):
+            keys, is_valid = self._keys(layer, kv, rows, tile, batch, selection)
+            core[tile] = self.attention_core(weights, q[tile], keys, is_valid)
         self._caches.windows[layer][rows.kept_ring] = kv[rows.kept]
-        core = self.attention_core(weights, q, keys, is_valid)
         self._probe(layer, "attn_core", core)
         return self.output(layer, weights, core, rows.positions)
 
@@ -203,25 +207,30 @@ class Attention:
         partial = linear(quantize_q8(z), weights.wo_b, self._accumulate)
         return self._collectives.all_reduce(partial).to(torch.bfloat16)
 
-    def _window_keys(self, layer: int, kv: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Keys of each row's window: `[num_rows, window, head_dim]` bf16 and which of them exist."""
-        new = kv[rows.window_new.clamp_min(0)]
-        cached = self._caches.windows[layer][rows.window_ring.clamp_min(0)]
-        is_new = rows.window_new >= 0
-        return torch.where(is_new.unsqueeze(-1), new, cached), is_new | (rows.window_ring >= 0)
-
-    def _entry_keys(
-        self, layer: int, rows: Rows, batch: ForwardBatch, selected: Tensor
+    def _keys(
+        self, layer: int, kv: Tensor, rows: Rows, tile: slice, batch: ForwardBatch, selection: Selection
     ) -> tuple[Tensor, Tensor]:
-        """Selected compressed entries: `[num_rows, index_topk, head_dim]` bf16 and which picks are real."""
-        source = self._config.kv_source_of(layer)
+        """Keys of a tile of rows, window before entries: `[tile_rows, num_keys, head_dim]` bf16 and which exist."""
+        keys, is_valid = self._window_keys(layer, kv, rows.window_new[tile], rows.window_ring[tile])
+        ratio = self._config.compress_ratios[layer]
+        if ratio == 0:
+            return keys, is_valid
+        assert selection.entries is not None, f"layer {layer} has no index source before it"
+        selected = selection.entries[tile]
         cache_idx = self._caches.geometry.entry_idx(
-            batch.block_table,
-            rows.sequence.unsqueeze(1),
-            selected.clamp_min(0),
-            self._config.compress_ratios[layer],
+            batch.block_table, rows.sequence[tile].unsqueeze(1), selected.clamp_min(0), ratio
         )
-        return self._caches.entries[source][cache_idx], selected >= 0
+        entries = self._caches.entries[self._config.kv_source_of(layer)][cache_idx]
+        return torch.cat((keys, entries), dim=1), torch.cat((is_valid, selected >= 0), dim=1)
+
+    def _window_keys(
+        self, layer: int, kv: Tensor, window_new: Tensor, window_ring: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Window keys of a tile of rows: `[tile_rows, window, head_dim]` bf16 and which of them exist."""
+        new = kv[window_new.clamp_min(0)]
+        cached = self._caches.windows[layer][window_ring.clamp_min(0)]
+        is_new = window_new >= 0
+        return torch.where(is_new.unsqueeze(-1), new, cached), is_new | (window_ring >= 0)
 
     def _select(
         self,
@@ -235,38 +244,54 @@ class Attention:
     ) -> None:
         """Score the visible entries and replace the picks of `selection` (section 4.5)."""
         config = self._config
+        ratio = config.compress_ratios[layer]
+        q, head_weights = self._index_queries(layer, weights, x, low_rank, rows.positions)
+        num_visible = (rows.positions + 1) // ratio
+        picks = torch.empty(len(q), config.index_topk, dtype=torch.int64, device=q.device)
+        if layer == config.candidate_source_layer_id:
+            num_blocks = -(-max(batch.num_entries[ratio]) // config.candidate_block_size)
+            selection.pool = torch.zeros(len(q), num_blocks, dtype=torch.bool, device=q.device)
+        for index, (begin, end) in enumerate(rows.spans):
+            num_entries = batch.num_entries[ratio][index]
+            keys = self._caches.read_index_keys(
+                config.kv_source_of(layer), ratio, batch.block_table[index], num_entries
+            )
+            row_bytes = index_row_bytes(config.index_n_heads, num_entries, self._accumulate)
+            for tile in split_rows(begin, end, row_bytes):
+                scores = index_scores(
+                    q[tile],
+                    keys,
+                    head_weights[tile],
+                    num_visible[tile],
+                    round_bf16=self._numerics.round_index_scores,
+                    accumulate=self._accumulate,
+                )
+                picks[tile] = self._choose_entries(layer, scores, num_visible[tile], selection.pool, tile)
+        selection.entries = picks
+        if layer == config.candidate_source_layer_id:
+            self._probe(layer, "pool", selection.pool)
+        self._probe(layer, "selected", picks)
+
+    def _index_queries(
+        self, layer: int, weights: IndexerWeights, x: Tensor, low_rank: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Index queries `[num_rows, index_n_heads, index_head_dim]` and the heads' weights, both bf16."""
+        config = self._config
         q = linear_bf16(quantize_q8(low_rank), weights.wq_b, self._accumulate)
         q = q.unflatten(-1, (-1, config.index_head_dim))
-        q = quantize_q4u(apply_rope(q, rows.positions, self.frequencies(layer)))
+        q = quantize_q4u(apply_rope(q, positions, self.frequencies(layer)))
         head_weights = linear_bf16(x, weights.weights_proj, self._accumulate)
-        head_weights = head_weights * (config.index_head_dim**-0.5 * config.index_n_heads**-0.5)
+        return q, head_weights * (config.index_head_dim**-0.5 * config.index_n_heads**-0.5)
 
-        ratio = config.compress_ratios[layer]
-        source = config.kv_source_of(layer)
-        num_visible = (rows.positions + 1) // ratio
-        is_pool_source = layer == config.candidate_source_layer_id
-        picks, pools = [], []
-        for index, (begin, end) in enumerate(rows.spans):
-            visible = num_visible[begin:end]
-            scores = index_scores(
-                q[begin:end],
-                self._caches.read_index_keys(
-                    source, ratio, batch.block_table[index], batch.num_entries[ratio][index]
-                ),
-                head_weights[begin:end],
-                visible,
-                round_bf16=self._numerics.round_index_scores,
-                accumulate=self._accumulate,
-            )
-            if is_pool_source:
-                pools.append(
-                    candidate_pool(scores, visible, config.candidate_block_size, config.candidate_topk_blocks)
-                )
-            elif layer > config.candidate_source_layer_id:
-                scores = scores.masked_fill(~selection.pools[index], -torch.inf)
-            picks.append(select_entries(scores, config.index_topk))
-        if is_pool_source:
-            selection.pools = pools
-            self._probe(layer, "pool", pools[-1])
-        selection.entries = torch.cat(picks)
-        self._probe(layer, "selected", selection.entries)
+    def _choose_entries(
+        self, layer: int, scores: Tensor, num_visible: Tensor, pool: Tensor | None, tile: slice
+    ) -> Tensor:
+        """Best entries of a tile of rows; the pool's source layer fills the pool, layers after it stay inside."""
+        block_size = self._config.candidate_block_size
+        if pool is not None:
+            pool = pool[tile, : -(-scores.shape[1] // block_size)]
+            if layer == self._config.candidate_source_layer_id:
+                pool[:] = candidate_pool(scores, num_visible, block_size, self._config.candidate_topk_blocks)
+            else:
+                scores = mask_outside_pool(scores, pool, block_size)
+        return select_entries(scores, self._config.index_topk)

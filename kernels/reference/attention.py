@@ -26,7 +26,7 @@ def sparse_attention(
     """
     num_rows, num_heads, head_dim = q.shape
     # Selected, not multiplied: what lies in the place of a missing key may be anything, NaN included.
-    values = torch.where(is_valid.unsqueeze(-1), keys, torch.zeros_like(keys)).to(accumulate)
+    values = keys.masked_fill(~is_valid.unsqueeze(-1), 0).to(accumulate)
     scores = torch.matmul(q.to(accumulate), values.transpose(1, 2)) * scale
     scores = scores.masked_fill(~is_valid.unsqueeze(1), -torch.inf)
     running_max = scores.new_full((num_rows, num_heads, 1), -1e30)
@@ -42,3 +42,10 @@ def sparse_attention(
         running_max = new_max
     total = total + torch.exp(sinks.to(accumulate).view(1, -1, 1) - running_max)
     return (out / total).to(torch.bfloat16)
+
+
+def attention_row_bytes(num_heads: int, head_dim: int, num_keys: int, accumulate: torch.dtype) -> int:
+    """Memory that `sparse_attention` needs for a row, its gathered keys included."""
+    # Keys as found in cache and step, masked, and in `accumulate`; scores, their exponentials, and results.
+    key_bytes = num_keys * head_dim * (4 * torch.bfloat16.itemsize + accumulate.itemsize)
+    return key_bytes + 3 * num_heads * (num_keys + head_dim) * accumulate.itemsize

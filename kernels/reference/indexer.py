@@ -43,29 +43,46 @@ def index_scores(
     return scores.masked_fill(entry >= num_visible.unsqueeze(-1), -torch.inf)
 
 
+def index_row_bytes(num_heads: int, num_entries: int, accumulate: torch.dtype) -> int:
+    """Memory that `index_scores` and the choice from its result need for a row, not counting its arguments."""
+    # Products, weighted heads, their BF16 and rounded values; then a row's scores, sorted, with their places.
+    return 4 * num_heads * num_entries * accumulate.itemsize
+
+
 def _round(x: Tensor, round_bf16: bool) -> Tensor:
     return x.to(torch.bfloat16).to(x.dtype) if round_bf16 else x
 
 
-def candidate_pool(scores: Tensor, num_visible: Tensor, block_size: int, num_blocks: int) -> Tensor:
-    """Entries that later index layers may choose from: the best blocks and always the newest visible one.
+def candidate_pool(scores: Tensor, num_visible: Tensor, block_size: int, num_topk: int) -> Tensor:
+    """Blocks of entries that later index layers may choose from: the best and always the newest visible one.
 
     Args:
         scores: `[num_rows, num_entries]` float, -inf where not visible.
         num_visible: `[num_rows]` int64, at least 1.
         block_size: entries per block.
-        num_blocks: blocks kept, the pinned newest one included.
-    Returns: `[num_rows, num_entries]` bool.
+        num_topk: blocks kept, the pinned newest one included.
+    Returns: `[num_rows, num_blocks]` bool, with the last block, which may be partial.
     """
-    num_entries = scores.shape[1]
-    padded = torch.nn.functional.pad(scores, (0, -num_entries % block_size), value=-torch.inf)
+    padded = torch.nn.functional.pad(scores, (0, -scores.shape[1] % block_size), value=-torch.inf)
     block_scores = padded.unflatten(-1, (-1, block_size)).amax(dim=-1)
     newest = ((num_visible - 1) // block_size).unsqueeze(-1)
     block_scores = block_scores.scatter(1, newest, torch.inf)
-    order = torch.sort(block_scores, dim=-1, descending=True, stable=True).indices[:, :num_blocks]
+    order = torch.sort(block_scores, dim=-1, descending=True, stable=True).indices[:, :num_topk]
     kept = torch.zeros_like(block_scores, dtype=torch.bool).scatter(1, order, True)
-    kept &= block_scores != -torch.inf
-    return kept.repeat_interleave(block_size, dim=1)[:, :num_entries]
+    return kept & (block_scores != -torch.inf)
+
+
+def mask_outside_pool(scores: Tensor, pool: Tensor, block_size: int) -> Tensor:
+    """Scores with -inf at entries outside the pool.
+
+    Args:
+        scores: `[num_rows, num_entries]` float.
+        pool: `[num_rows, num_blocks]` bool, see `candidate_pool`.
+        block_size: entries per block.
+    Returns: like `scores`.
+    """
+    is_inside = pool.repeat_interleave(block_size, dim=1)[:, : scores.shape[1]]
+    return scores.masked_fill(~is_inside, -torch.inf)
 
 
 def select_entries(scores: Tensor, num_topk: int) -> Tensor:

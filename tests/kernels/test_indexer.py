@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.reference.indexer import candidate_pool, index_scores, select_entries
+from kernels.reference.indexer import candidate_pool, index_scores, mask_outside_pool, select_entries
 from kernels.reference.quantize import quantize_q4u
 from tests.kernels.builders import (
     ACCUMULATE,
@@ -198,7 +198,7 @@ def naive_pool(scores: list[float], num_visible: int, block_size: int, num_block
     }
     chosen = sorted(blocks, key=lambda block: (-best[block], block))[:num_blocks]
     kept = {block for block in chosen if best[block] != -INF}
-    return [entry // block_size in kept for entry in range(len(scores))]
+    return [block in kept for block in blocks]
 
 
 @pytest.mark.parametrize("num_entries", [1, 3, 4, 5, 11, 12, 13, 15, 16, 17, 30])
@@ -217,7 +217,7 @@ def blocks_of(scores: list[float], num_visible: int, num_blocks: int) -> list[in
     """Blocks of four entries in the pool of one row whose blocks hold equal scores."""
     row = torch.tensor([scores], dtype=torch.float32).repeat_interleave(4, dim=1)
     visible = torch.tensor([num_visible])
-    return candidate_pool(mask(row, visible), visible, 4, num_blocks)[0, ::4].nonzero().flatten().tolist()
+    return candidate_pool(mask(row, visible), visible, 4, num_blocks)[0].nonzero().flatten().tolist()
 
 
 def test_the_newest_block_is_kept_however_low_its_score() -> None:
@@ -248,8 +248,18 @@ def test_a_pool_does_not_depend_on_entries_or_rows_it_does_not_see() -> None:
     )
     for longer in (1, 3, 4, 30):
         wide = torch.cat((scores, torch.full((NUM_ROWS, longer), -INF)), dim=1)
-        visible = torch.arange(41) < num_visible.unsqueeze(1)
-        # Entries of the newest block that are not visible yet may be in the pool; their scores are -inf anyway.
         wide_pool = candidate_pool(wide, num_visible, 4, 3)
-        assert_bit_equal(wide_pool[:, :41] & visible, pool & visible)
-    assert candidate_pool(scores[:0], num_visible[:0], 4, 3).shape == (0, 41)
+        assert_bit_equal(wide_pool[:, :11].contiguous(), pool)
+        assert not wide_pool[:, 11:].any()
+    assert candidate_pool(scores[:0], num_visible[:0], 4, 3).shape == (0, 11)
+
+
+@pytest.mark.parametrize("num_entries", [1, 7, 8, 9])
+def test_only_entries_of_blocks_in_the_pool_keep_their_scores(num_entries: int) -> None:
+    scores = normal(2, num_entries, seed="scores", dtype=torch.float32)
+    pool = torch.tensor([[True, False, True], [False, True, False]])[:, : -(-num_entries // 4)]
+    masked = mask_outside_pool(scores, pool, 4)
+    for row in range(2):
+        for entry in range(num_entries):
+            expected = scores[row, entry].item() if pool[row, entry // 4] else -INF
+            assert masked[row, entry].item() == expected

@@ -99,7 +99,8 @@ def _optional_views(model: TinyModel, layer: int, expected: dict[str, Any]) -> d
         selected = model.recorder.last(layer, "selected")
         views["selected"] = selected[selected >= 0]
     if "pool_entries" in expected:
-        views["pool_entries"] = model.recorder.last(layer, "pool").nonzero().squeeze(-1)
+        pool = model.recorder.last(layer, "pool").repeat_interleave(model.config.candidate_block_size)
+        views["pool_entries"] = pool[: len(TOKENS)].nonzero().squeeze(-1)
     if "engram_ids" in expected:
         views["engram_ids"] = model.recorder.last(layer, "engram_ids")
     if "compressed_entry10_first8" in expected:
