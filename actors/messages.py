@@ -57,7 +57,8 @@ class ScheduledSequence(Message, frozen=True):
     """Absolute position of the first token = number of tokens computed before."""
     token_ids: list[int]
     history: list[int]
-    """The true tokens just before `start_position`, oldest first: `min(3, start_position)` of them."""
+    """The true tokens just before `start_position`, oldest first: as many as there are, at most the longest Engram
+    n-gram less one."""
     block_table: bytes
     """Physical block of each logical block of `block_size` tokens, at least as many as cover the last row; int32
     each, in the machine's byte order."""

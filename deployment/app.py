@@ -68,7 +68,7 @@ def resolve(config: EngineConfig) -> EngineSpec:
         config=config,
         checkpoint=checkpoint.resolve(),
         device=resolve_device(config.shard, ray.cluster_resources().get("GPU", 0)),
-        limits=SchedulerLimits.resolve(config.scheduler, model.text_config.max_position_embeddings),
+        limits=SchedulerLimits.resolve(config.scheduler, model.text_config),
         eos_token_id=model.eos_token_id,
         vocab_size=model.text_config.vocab_size,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from deployment.config import SchedulerConfig
 from deployment.errors import SettingsError
 from deployment.kv_blocks import num_blocks_for
+from model.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class SchedulerLimits:
     num_blocks: int
     """Blocks on every shard, the null block included."""
     max_waiting_requests: int
+    history_len: int
+    """True tokens before a step's first row that a shard needs."""
 
     def __post_init__(self) -> None:
         needed = 1 + num_blocks_for(self.max_model_len - 1, self.block_size)
@@ -35,16 +38,16 @@ class SchedulerLimits:
             )
 
     @classmethod
-    def resolve(cls, config: SchedulerConfig, max_position_embeddings: int) -> SchedulerLimits:
-        """Fill in what `config` leaves open.
+    def resolve(cls, config: SchedulerConfig, model: ModelConfig) -> SchedulerLimits:
+        """Fill in what `config` leaves open for `model`.
 
-        Raises: SettingsError if the checkpoint lacks the positions or the blocks are too few.
+        Raises: SettingsError if the model lacks the positions or the blocks are too few.
         """
-        max_model_len = config.max_model_len or max_position_embeddings
-        if max_model_len > max_position_embeddings:
+        max_model_len = config.max_model_len or model.max_position_embeddings
+        if max_model_len > model.max_position_embeddings:
             raise SettingsError(
                 f"max_model_len is {max_model_len}, but the checkpoint has max_position_embeddings = "
-                f"{max_position_embeddings}: lower max_model_len"
+                f"{model.max_position_embeddings}: lower max_model_len"
             )
         blocks_of_all = config.max_num_seqs * num_blocks_for(max_model_len - 1, config.block_size)
         return cls(
@@ -54,4 +57,5 @@ class SchedulerLimits:
             block_size=config.block_size,
             num_blocks=config.num_blocks or 1 + blocks_of_all,
             max_waiting_requests=config.max_waiting_requests,
+            history_len=model.engram_max_ngram_size - 1,  # an n-gram ends at its row
         )

@@ -35,8 +35,6 @@ from deployment.kv_blocks import KVBlocks, StateSlots, num_blocks_for
 from deployment.limits import SchedulerLimits
 from deployment.request import Request, RequestStatus
 
-HISTORY_LEN = 3
-"""True tokens before a step's first row that a shard needs: the longest Engram n-gram less one."""
 RETRY_AFTER_S = 1.0
 """What a refused caller is told to wait: many steps, and still short for a person."""
 
@@ -262,7 +260,7 @@ class Scheduler:
             state_slot=self._slots.slot(request.request_id),
             start_position=start,
             token_ids=request.token_ids[start:end],
-            history=request.token_ids[start - HISTORY_LEN if start > HISTORY_LEN else 0 : start],
+            history=request.token_ids[max(0, start - self.limits.history_len) : start],
             block_table=self._kv.block_table(request.request_id),
             sampling=sampling,
         )

@@ -118,9 +118,7 @@ def create_engine(
 ) -> Engine:
     """An engine over `model`; keyword arguments are fields of SchedulerConfig."""
     config = model.checkpoint.config
-    limits = SchedulerLimits.resolve(
-        SchedulerConfig(**{"block_size": 8, **scheduler}), config.text_config.max_position_embeddings
-    )
+    limits = SchedulerLimits.resolve(SchedulerConfig(**{"block_size": 8, **scheduler}), config.text_config)
     runner, experts = create_runner(model, limits, shard or ShardConfig(world_size=1), numerics, plan)
     executor = InProcessExecutor(runner, experts)
     return Engine(Scheduler(limits, eos_token_id=config.eos_token_id), executor)

@@ -82,9 +82,7 @@ def logits_of(model: LoadedModel, shard: ShardConfig, plan: PlacementPlan | None
     """All logits of a chunked prefill and two decodes of two sequences at once."""
     rng = random.Random(7)
     config = model.checkpoint.config.text_config
-    limits = SchedulerLimits.resolve(
-        SchedulerConfig(block_size=8, max_num_seqs=2, max_model_len=128), config.max_position_embeddings
-    )
+    limits = SchedulerLimits.resolve(SchedulerConfig(block_size=8, max_num_seqs=2, max_model_len=128), config)
     runner, experts = create_runner(model, limits, shard, SERVING, plan)
     geometry = CacheGeometry(limits.max_num_seqs, limits.num_blocks, limits.block_size)
     prompts = [random_prompt(rng, 40), random_prompt(rng, 29)]
@@ -172,9 +170,7 @@ def test_a_lost_page_fails_the_requests_that_need_it_and_no_others(
 def test_non_finite_logits_fail_only_their_request(model: LoadedModel) -> None:
     """A cache row that is not finite reaches the sequence that reads it and no other."""
     config = model.checkpoint.config.text_config
-    limits = SchedulerLimits.resolve(
-        SchedulerConfig(block_size=8, max_num_seqs=2, max_model_len=64), config.max_position_embeddings
-    )
+    limits = SchedulerLimits.resolve(SchedulerConfig(block_size=8, max_num_seqs=2, max_model_len=64), config)
     runner, _ = create_runner(model, limits, ShardConfig(world_size=1), SERVING)
     sampling = create_request("r", [5]).sampling
 

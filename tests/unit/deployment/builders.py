@@ -21,6 +21,7 @@ def create_limits(**changes: int) -> SchedulerLimits:
         "block_size": 4,
         "num_blocks": 65,
         "max_waiting_requests": 100,
+        "history_len": 3,
     }
     return SchedulerLimits(**(values | changes))
 
