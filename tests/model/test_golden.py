@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from model.dspark import Anchor
 from model.numerics import Numerics
 from model.sampler import greedy
-from tests.model.builders import TinyModel, create_tiny_model
+from tests.model.builders import GOLDEN, TinyModel, create_tiny_model
 
 GOLDEN_FILE = json.loads((Path(__file__).parent.parent / "data" / "tiny_golden.json").read_text())
 TOKENS: list[int] = GOLDEN_FILE["tokens"]
@@ -204,24 +204,34 @@ def test_a_rejected_verify_leaves_no_trace(
     assert torch.equal(model.transformer.logits(after.normed), plain[right_until:])
 
 
-@pytest.mark.parametrize(
-    ("quantize_expert_activations", "least_agreement"),
-    [(True, 0.9), (False, 0.8)],
-    ids=["fp8 activations", "bf16 activations"],
-)
-def test_normal_precision_stays_near_the_golden_logits(
-    quantize_expert_activations: bool, least_agreement: float, tiny_checkpoints: dict[str, Path]
-) -> None:
-    """FP32 accumulation on A_smooth, over 70 positions: mean KL at most 2e-3 and 90 % equal argmax (spec 13.1).
-
-    BF16 expert activations are other arithmetic than the golden numbers', so a flat distribution's argmax may differ
-    more often (spec 6 asks for a looser tolerance); the KL bound holds for them too.
-    """
-    exact = create_tiny_model(tiny_checkpoints["A_smooth"]).prefill(TOKENS)
-    numerics = Numerics(quantize_expert_activations=quantize_expert_activations)
-    normal = create_tiny_model(tiny_checkpoints["A_smooth"], numerics).prefill(TOKENS)
-    log_p, log_q = exact.log_softmax(-1), normal.to(torch.float64).log_softmax(-1)
+def assert_near(logits: Tensor, exact: Tensor, least_agreement: float) -> None:
+    """Mean KL divergence from `exact` at most 2e-3 over all positions, and so much of the argmax equal."""
+    log_p, log_q = exact.log_softmax(-1), logits.to(torch.float64).log_softmax(-1)
     kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
-    agreement = (greedy(exact) == greedy(normal)).double().mean()
-    assert kl < 2e-3, f"{kl=}"
+    agreement = (greedy(exact) == greedy(logits)).double().mean()
+    assert kl <= 2e-3, f"{kl=}"
     assert agreement >= least_agreement, f"{agreement=}"
+
+
+@pytest.mark.parametrize(
+    ("expert_activations", "least_golden_agreement"),
+    [
+        ("fp8", 0.9),
+        # Other arithmetic than the golden numbers' (spec 6: "a looser tolerance"), not less exact: in FP64, too, it
+        # agrees with them at 61 of 70 positions (0.871). Their two largest logits differ by 0.14 at most at the others.
+        ("bf16", 0.85),
+    ],
+)
+def test_serving_precision_stays_near_exact_arithmetic_and_the_golden_logits(
+    expert_activations: Literal["bf16", "fp8"],
+    least_golden_agreement: float,
+    tiny_checkpoints: dict[str, Path],
+) -> None:
+    """On A_smooth, over 70 positions: mean KL at most 2e-3 and 90 % equal argmax (spec 13.1)."""
+
+    def prefill(numerics: Numerics) -> Tensor:
+        return create_tiny_model(tiny_checkpoints["A_smooth"], numerics).prefill(TOKENS)
+
+    logits = prefill(Numerics.serving("fp32", expert_activations))
+    assert_near(logits, prefill(Numerics.serving("fp64", expert_activations)), least_agreement=0.9)
+    assert_near(logits, prefill(GOLDEN), least_golden_agreement)
