@@ -60,11 +60,6 @@ class ExpertSlots:
         self._evictable: OrderedDict[int, None] = OrderedDict()
         """Slots that are READY and not pinned, released longest ago first."""
 
-    @property
-    def num_available(self) -> int:
-        """Slots that pages without one could take now."""
-        return len(self._free) + len(self._evictable)
-
     def slot_of(self, page: int) -> int:
         """Slot of a page that has one."""
         return self._slot_of[page]

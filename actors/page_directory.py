@@ -18,11 +18,6 @@ class PageDirectory:
         self._first_page = (0, *accumulate(self.experts_per_layer))
 
     @property
-    def num_layers(self) -> int:
-        """Layers with routed experts: all of them, drafts included."""
-        return len(self.experts_per_layer)
-
-    @property
     def num_pages(self) -> int:
         """Pages of the whole region."""
         return self._first_page[-1]

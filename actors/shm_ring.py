@@ -1,7 +1,6 @@
 """ShmRing: broadcast of byte messages from one writer to a few readers through shared memory.
 
-The step channel (engine core to all shards) is one ring, each reply channel (one shard to the engine core)
-another.
+The step channel (engine core to all shards) is one ring, the reply channel (rank 0 to the engine core) another.
 
     word 0       head: slots published by the writer
     word 8       closed

@@ -12,8 +12,8 @@ from model.config import ModelConfig
 from model.parallel import ParallelLayout
 
 
-class TensorReader(Protocol):
-    """What pages are read from: `model.checkpoint.Checkpoint`."""
+class StoredTensors(Protocol):
+    """What pages are cut out of: `model.checkpoint.Checkpoint`."""
 
     def read_into(
         self, out: Tensor, name: str, rows: slice | None = None, columns: slice | None = None
@@ -36,7 +36,12 @@ def local_experts_per_layer(config: ModelConfig, parallel: ParallelLayout) -> tu
 
 
 def fill_page(
-    out: Tensor, tensors: TensorReader, config: ModelConfig, parallel: ParallelLayout, layer: int, expert: int
+    out: Tensor,
+    tensors: StoredTensors,
+    config: ModelConfig,
+    parallel: ParallelLayout,
+    layer: int,
+    expert: int,
 ) -> None:
     """Copy a rank's share of one expert from the checkpoint to a page.
 

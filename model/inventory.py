@@ -92,11 +92,6 @@ def expected_tensors(config: CheckpointConfig) -> dict[str, TensorSpec]:
     return tensors
 
 
-def is_vision_tensor(name: str) -> bool:
-    """Whether a canonical name belongs to the image path, which text generation never reads."""
-    return name.startswith(("vision.", "aligner.", "image_"))
-
-
 def _text_model(config: ModelConfig) -> Entries:
     hidden = config.hidden_size
     yield "embed.weight", _bf16(config.vocab_size, hidden)
