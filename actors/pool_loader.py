@@ -12,7 +12,7 @@ from typing import Final
 from actors.host_pool import HostPool, num_host_pages, pool_contents, region_bytes
 from actors.messages import CacheStats, PoolRegion
 from model.checkpoint import Checkpoint
-from model.expert_pages import fill_page
+from model.expert_pages import fill_page, read_scales
 from model.parallel import ParallelLayout
 
 logger = logging.getLogger(__name__)
@@ -123,6 +123,8 @@ class PoolLoader:
             expert = expert_id - local.start
             page = pool.directory.index(layer, expert)
             if not pool.holds(page):
+                # It will be read when a request needs it, and must not fail then for what can be seen now.
+                read_scales(self._checkpoint, self._config, parallel, layer, expert)
                 continue
             fill_page(pool.page(page), self._checkpoint, self._config, parallel, layer, expert)
             pool.seal(page)

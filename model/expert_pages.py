@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from kernels.formats import MXFP4_GROUP, PageLayout
@@ -55,23 +56,45 @@ def fill_page(
     Raises: CheckpointError if a scale is NaN or a file cannot be read.
     """
     layout = page_layout(config, parallel)
-    expert_id = parallel.local_experts(config.num_experts_of(layer))[expert]
-    name = f"{config.layer_names[layer]}.ffn.experts.{expert_id}"
+    name = _expert_name(config, parallel, layer, expert)
     inter = parallel.expert_slice(config.moe_intermediate_size)
     hidden, width = layout.hidden_size, layout.intermediate_size
 
-    def read(tensor: str, num_rows: int, num_columns: int, **part: slice) -> Tensor:
-        matrix = out.new_empty(num_rows, num_columns)
-        tensors.read_into(matrix, f"{name}.{tensor}", **part)
-        return matrix
+    def read_codes(weight: str, num_rows: int, num_columns: int, **part: slice) -> Tensor:
+        codes = out.new_empty(num_rows, num_columns // 2)
+        tensors.read_into(codes, f"{name}.{weight}.weight", **part)
+        return codes
 
-    for weight, codes, scales in (
-        ("w1", layout.gate_codes, layout.gate_scales),
-        ("w3", layout.up_codes, layout.up_scales),
-    ):
-        store_codes(out[codes], read(f"{weight}.weight", width, hidden // 2, rows=inter))
-        store_scales(out[scales], read(f"{weight}.scale", width, hidden // MXFP4_GROUP, rows=inter))
+    store_codes(out[layout.gate_codes], read_codes("w1", width, hidden, rows=inter))
+    store_codes(out[layout.up_codes], read_codes("w3", width, hidden, rows=inter))
     packed = slice(inter.start // 2, inter.stop // 2)
+    store_codes(out[layout.down_codes], read_codes("w2", hidden, width, columns=packed))
+    sections = (layout.gate_scales, layout.up_scales, layout.down_scales)
+    for section, scales in zip(sections, read_scales(tensors, config, parallel, layer, expert), strict=True):
+        store_scales(out[section], scales)
+
+
+def read_scales(
+    tensors: StoredTensors, config: ModelConfig, parallel: ParallelLayout, layer: int, expert: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales of gate, up and down of a rank's share of one expert: `[rows, columns // 32]` uint8, row-major.
+
+    Args: see `fill_page`.
+    Raises: CheckpointError if one is NaN or a file cannot be read.
+    """
+    layout = page_layout(config, parallel)
+    name = _expert_name(config, parallel, layer, expert)
+    inter = parallel.expert_slice(config.moe_intermediate_size)
+    hidden, width = layout.hidden_size, layout.intermediate_size
+    gate, up = (torch.empty(width, hidden // MXFP4_GROUP, dtype=torch.uint8) for _ in range(2))
+    tensors.read_into(gate, f"{name}.w1.scale", rows=inter)
+    tensors.read_into(up, f"{name}.w3.scale", rows=inter)
+    down = torch.empty(hidden, width // MXFP4_GROUP, dtype=torch.uint8)
     groups = slice(inter.start // MXFP4_GROUP, inter.stop // MXFP4_GROUP)
-    store_codes(out[layout.down_codes], read("w2.weight", hidden, width // 2, columns=packed))
-    store_scales(out[layout.down_scales], read("w2.scale", hidden, width // MXFP4_GROUP, columns=groups))
+    tensors.read_into(down, f"{name}.w2.scale", columns=groups)
+    return gate, up, down
+
+
+def _expert_name(config: ModelConfig, parallel: ParallelLayout, layer: int, expert: int) -> str:
+    expert_id = parallel.local_experts(config.num_experts_of(layer))[expert]
+    return f"{config.layer_names[layer]}.ffn.experts.{expert_id}"

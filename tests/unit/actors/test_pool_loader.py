@@ -54,7 +54,8 @@ def test_a_pool_larger_than_the_free_memory_is_refused_before_it_is_allocated(ch
         PoolLoader(checkpoint, 1, 1, num_threads=1).load()
 
 
-def test_an_expert_that_cannot_be_read_ends_loading_with_its_name(checkpoint, monkeypatch):
+@pytest.mark.parametrize("max_host_pages", [None, 0])
+def test_an_expert_that_cannot_be_read_ends_loading_with_its_name(checkpoint, monkeypatch, max_host_pages):
     name = "layers.7.ffn.experts.2.w3.scale"
     read_into = Checkpoint.read_into
 
@@ -65,4 +66,4 @@ def test_an_expert_that_cannot_be_read_ends_loading_with_its_name(checkpoint, mo
 
     monkeypatch.setattr(Checkpoint, "read_into", fail)
     with pytest.raises(CheckpointError, match=name):
-        PoolLoader(checkpoint, 2, 2, num_threads=2).load()
+        PoolLoader(checkpoint, 2, 2, num_threads=2, max_host_pages=max_host_pages).load()
