@@ -37,15 +37,15 @@ from model.weights import AttentionWeights, CompressorWeights, IndexerWeights
 class Selection:
     """Choices that later layers of the same forward reuse."""
 
-    entries: Tensor | None = None
-    """`[num_rows, index_topk]` int64: the last index source's picks, ascending, -1 as filler."""
+    entry_idx: Tensor | None = None
+    """`[num_rows, index_topk]` int64: cache rows of the last index source's picks, oldest first, -1 as filler."""
     pool: Tensor | None = None
     """`[num_rows, max_blocks]` bool: candidate blocks of each row's sequence; None before their source layer."""
 
     def keep_decoder_rows(self, batch: ForwardBatch) -> None:
         """Forget the rows that end before the decoder half."""
-        if self.entries is not None:
-            self.entries = self.entries[batch.decoder_rows]
+        if self.entry_idx is not None:
+            self.entry_idx = self.entry_idx[batch.decoder_rows]
         if self.pool is not None:
             self.pool = self.pool[batch.decoder_rows]
 
@@ -152,7 +152,7 @@ class Attention:
         core = torch.empty_like(q)
         num_keys = config.sliding_window + (config.index_topk if config.compress_ratios[layer] else 0)
         for tile in split_rows(0, len(q), attention_row_bytes(*q.shape[1:], num_keys, self._accumulate)):
-            keys, is_valid = self._keys(layer, kv, rows, tile, batch, selection)
+            keys, is_valid = self._keys(layer, kv, rows, tile, selection)
             core[tile] = self.attention_core(weights, q[tile], keys, is_valid)
         self._caches.windows[layer][rows.kept_ring] = kv[rows.kept]
         self._probe(layer, "attn_core", core)
@@ -208,20 +208,16 @@ class Attention:
         return self._collectives.all_reduce(partial).to(torch.bfloat16)
 
     def _keys(
-        self, layer: int, kv: Tensor, rows: Rows, tile: slice, batch: ForwardBatch, selection: Selection
+        self, layer: int, kv: Tensor, rows: Rows, tile: slice, selection: Selection
     ) -> tuple[Tensor, Tensor]:
         """Keys of a tile of rows, window before entries: `[tile_rows, num_keys, head_dim]` bf16 and which exist."""
         keys, is_valid = self._window_keys(layer, kv, rows.window_new[tile], rows.window_ring[tile])
-        ratio = self._config.compress_ratios[layer]
-        if ratio == 0:
+        if self._config.compress_ratios[layer] == 0:
             return keys, is_valid
-        assert selection.entries is not None, f"layer {layer} has no index source before it"
-        selected = selection.entries[tile]
-        cache_idx = self._caches.geometry.entry_idx(
-            batch.block_table, rows.sequence[tile].unsqueeze(1), selected.clamp_min(0), ratio
-        )
-        entries = self._caches.entries[self._config.kv_source_of(layer)][cache_idx]
-        return torch.cat((keys, entries), dim=1), torch.cat((is_valid, selected >= 0), dim=1)
+        assert selection.entry_idx is not None, f"layer {layer} has no index source before it"
+        entry_idx = selection.entry_idx[tile]
+        entries = self._caches.entries[self._config.kv_source_of(layer)][entry_idx.clamp_min(0)]
+        return torch.cat((keys, entries), dim=1), torch.cat((is_valid, entry_idx >= 0), dim=1)
 
     def _window_keys(
         self, layer: int, kv: Tensor, window_new: Tensor, window_ring: Tensor
@@ -267,7 +263,10 @@ class Attention:
                     accumulate=self._accumulate,
                 )
                 picks[tile] = self._choose_entries(layer, scores, num_visible[tile], selection.pool, tile)
-        selection.entries = picks
+        entry_idx = self._caches.geometry.entry_idx(
+            batch.block_table, rows.sequence.unsqueeze(1), picks.clamp_min(0), ratio
+        )
+        selection.entry_idx = torch.where(picks >= 0, entry_idx, -1)
         if layer == config.candidate_source_layer_id:
             self._probe(layer, "pool", selection.pool)
         self._probe(layer, "selected", picks)
