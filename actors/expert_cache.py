@@ -37,7 +37,7 @@ def start_expert_cache(
         config: of the cache.
     Returns: the actor; `load` is the first thing to call.
     """
-    actor_class = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={CONTROL_GROUP: 1})(ExpertCache)
+    actor_class = ray.remote(num_cpus=0, max_restarts=-1, concurrency_groups={CONTROL_GROUP: 1})(ExpertCache)
     bundle = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=0)
     named = actor_class.options(name=EXPERT_CACHE, namespace=namespace, scheduling_strategy=bundle)
     return named.remote(checkpoint, shard, config)
@@ -48,7 +48,8 @@ class ExpertCache:
 
     Protocol: `load` first, which may take minutes; again after shards were lost, which returns the same
     regions. `stats` and `check_health` at any time, in CONTROL_GROUP. `shutdown` last,
-    once or twice. Shards that map the pool keep it when this actor dies.
+    once or twice. Shards that map the pool keep it when this actor dies; Ray starts it again, and whoever
+    watches it hands the regions back with `adopt`.
     """
 
     def __init__(self, checkpoint: Path, shard: ShardConfig, config: ExpertCacheConfig) -> None:
@@ -63,21 +64,30 @@ class ExpertCache:
 
         Raises: CheckpointError; HostMemoryError.
         """
+        return self._create_loader().load()
+
+    def adopt(self, regions: list[PoolRegion]) -> list[PoolRegion]:
+        """Take over the pool from a cache that died. Returns: each rank's region, through this process.
+
+        Raises: AttachError if a region is gone or holds something else; CheckpointError.
+        """
+        return self._create_loader().adopt(regions)
+
+    def _create_loader(self) -> PoolLoader:
         # Imported here, since whoever starts this actor imports this module and has no use for torch.
         from actors.pool_loader import PoolLoader
         from model.checkpoint import Checkpoint
 
         if self._loader is None:
-            ep_size = self._shard.ep_size or self._shard.world_size
             checkpoint = Checkpoint.open(self._checkpoint)
             self._loader = PoolLoader(
                 checkpoint,
                 self._shard.world_size,
-                ep_size,
+                self._shard.ep_size or self._shard.world_size,
                 self._config.num_load_threads,
                 self._config.max_host_pages,
             )
-        return self._loader.load()
+        return self._loader
 
     def stats(self) -> CacheStats:
         """How far loading is; zeros before the checkpoint is open."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from actors.config import ShardConfig
-from actors.messages import ShardFailure, ShardPlace, ShardStart, ShardStats
+from actors.messages import PoolRegion, ShardFailure, ShardPlace, ShardStart, ShardStats
 
 if TYPE_CHECKING:
     from actors.shard import RunnerFactory
@@ -19,8 +19,8 @@ class GPUShard:
     """One rank of an engine.
 
     Protocol: `place`; `open_store` on rank 0; `initialize` on all ranks, then `run` on all. Steps reach
-    `run` through shared memory, not as calls. `stats` and `check_health` at any time after `initialize`, in
-    the group CONTROL_GROUP. A shard never restarts: when one is lost, all are killed.
+    `run` through shared memory, not as calls. `stats`, `region` and `check_health` at any time after `initialize`,
+    in the group CONTROL_GROUP. A shard never restarts: when one is lost, all are killed.
     """
 
     def __init__(self, rank: int) -> None:
@@ -55,6 +55,10 @@ class GPUShard:
     def run(self) -> ShardFailure | None:
         """Serve steps until told to stop. Returns: why this rank cannot go on, or None."""
         return self._shard.run()
+
+    def region(self) -> PoolRegion:
+        """This rank's region of the host pool, for a new owner."""
+        return self._shard.region()
 
     def stats(self) -> ShardStats:
         """What this rank holds and has done."""

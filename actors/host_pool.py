@@ -74,21 +74,39 @@ class HostPool:
     """The owner's side of a region.
 
     Protocol: fill `page(i)` and then `seal(i)`, for every page that it `holds`, from any number of threads but
-    one per page; then `complete`, once. Nothing is written after that. Shards may map the region from then on, and
-    keep it when the owner closes it or dies.
+    one per page; then `complete`, once. Nothing is written after that, but for pages that were damaged. Shards may
+    map the region from then on, and keep it when the owner closes it or dies; then another process may `adopt` it.
 
     Invariant: in a complete region every page has the checksum recorded for it.
     """
 
     def __init__(self, contents: PoolContents) -> None:
         layout = _RegionLayout(contents)
-        self._mapping = SharedMapping.create(f"hotset-pool-{contents.rank}", layout.num_bytes)
-        self._views = _RegionViews(self._mapping, layout)
+        self._take(SharedMapping.create(f"hotset-pool-{contents.rank}", layout.num_bytes), layout, contents)
         self._views.write_contents(contents)
-        self.region = PoolRegion(segment=self._mapping.segment, contents=contents)
+
+    @classmethod
+    def adopt(cls, region: PoolRegion, expected: PoolContents) -> HostPool:
+        """Own a complete region whose owner has died, through a process that maps it.
+
+        Raises: AttachError if the region is gone, incomplete, or holds something else.
+        """
+        pool = cls.__new__(cls)
+        mapping = _attach(region, expected, writable=True)
+        pool._take(mapping, _RegionLayout(expected), expected)
+        return pool
+
+    def _take(self, mapping: SharedMapping, layout: _RegionLayout, contents: PoolContents) -> None:
+        self._mapping = mapping
+        self._views = _RegionViews(mapping, layout)
+        self.region = PoolRegion(segment=mapping.segment, contents=contents)
         self.directory = layout.directory
         self.layout = layout.pages
         self._slot_of = layout.slot_of
+
+    def is_intact(self, page: int) -> bool:
+        """Whether a page has the checksum that was recorded for it."""
+        return checksum_of(self.page(page)) == self._views.checksums[self._slot_of[page]]
 
     def holds(self, page: int) -> bool:
         """Whether the region has room for a page; the others stay in the checkpoint."""
@@ -125,14 +143,10 @@ class MappedPool:
 
     def __init__(self, region: PoolRegion, expected: PoolContents, *, verify_checksums: bool = True) -> None:
         layout = _RegionLayout(expected)
-        if region.segment.num_bytes != layout.num_bytes:
-            raise AttachError(f"the pool region has {region.segment.num_bytes} bytes, not {layout.num_bytes}")
-        self._views = _RegionViews(SharedMapping.attach(region.segment, writable=False), layout)
-        held = self._views.read_contents()
-        if held != expected:
-            raise AttachError(f"the pool region holds {held}, this shard needs {expected}")
-        if not self._views.words[_IS_COMPLETE]:
-            raise AttachError(f"the pool region of rank {expected.rank} is not filled yet")
+        self._mapping = _attach(region, expected, writable=False)
+        self._views = _RegionViews(self._mapping, layout)
+        self.region = PoolRegion(segment=self._mapping.segment, contents=expected)
+        """For a new owner, should the one that made it die."""
         self.directory = layout.directory
         self.layout = layout.pages
         self._contents = expected
@@ -176,6 +190,21 @@ class MappedPool:
         parallel = ParallelLayout(self._contents.rank, self._contents.world_size, self._contents.ep_size)
         expert_id = parallel.ep_rank * self.directory.experts_per_layer[layer] + expert
         return f"layer {layer}, expert {expert_id}: rank {parallel.rank}'s page"
+
+
+def _attach(region: PoolRegion, expected: PoolContents, *, writable: bool) -> SharedMapping:
+    """Map a complete region that holds what is expected, and pass it on."""
+    layout = _RegionLayout(expected)
+    if region.segment.num_bytes != layout.num_bytes:
+        raise AttachError(f"the pool region has {region.segment.num_bytes} bytes, not {layout.num_bytes}")
+    mapping = SharedMapping.attach(region.segment, writable=writable, pass_on=True)
+    views = _RegionViews(mapping, layout)
+    held = views.read_contents()
+    if held != expected:
+        raise AttachError(f"the pool region holds {held}, needed is {expected}")
+    if not views.words[_IS_COMPLETE]:
+        raise AttachError(f"the pool region of rank {expected.rank} is not filled yet")
+    return mapping
 
 
 def checksum_of(page: Tensor) -> int:

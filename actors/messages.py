@@ -328,6 +328,8 @@ class ShardStats(Message, frozen=True):
 class CacheStats(Message, frozen=True):
     """The expert cache's state, for operators."""
 
+    is_loaded: bool = False
+    """Whether shards can get regions; not so after a restart, until it has adopted those that live."""
     num_pages: int = 0
     """Of the pool, over all ranks."""
     num_filled_pages: int = 0

@@ -27,8 +27,8 @@ class HostMemoryError(RuntimeError):
 class PoolLoader:
     """Owner of the regions of all ranks.
 
-    Protocol: `load`; called again, it returns the same regions. `stats` at any time, from any thread. The
-    regions live until `close`, and from then on as long as shards map them.
+    Protocol: `load`, or `adopt` after another owner has died; from then on `load` returns the same regions. `stats`
+    at any time, from any thread. The regions live until `close`, and from then on as long as shards map them.
 
     Args:
         checkpoint: where the experts come from.
@@ -66,9 +66,35 @@ class PoolLoader:
             self._pools = self._filled_pools()
         return [pool.region for pool in self._pools]
 
+    def adopt(self, regions: Sequence[PoolRegion]) -> list[PoolRegion]:
+        """Own regions that shards still map: pages that have their checksum stay, the others are read again.
+
+        Args:
+            regions: rank by rank, through processes that map them.
+        Returns: the same regions, through this process.
+        Raises: AttachError if one is gone or holds something else; CheckpointError.
+        """
+        contents = zip(regions, self._contents, strict=True)
+        pools = [HostPool.adopt(region, expected) for region, expected in contents]
+        with ThreadPoolExecutor(self._num_threads, thread_name_prefix="check-experts") as threads:
+            pages = [
+                (rank, page)
+                for rank, pool in enumerate(pools)
+                for page in filter(pool.holds, range(pool.directory.num_pages))
+            ]
+            intact = threads.map(lambda at: pools[at[0]].is_intact(at[1]), pages)
+            damaged = [at for at, is_intact in zip(pages, intact, strict=True) if not is_intact]
+        for rank, page in damaged:
+            self._fill_page(pools[rank], self._ranks[rank], page)
+        logger.info("expert pool: %d pages adopted, %d of them read again", len(pages), len(damaged))
+        self._num_filled_pages = len(pages)
+        self._pools = pools
+        return self.load()
+
     def stats(self) -> CacheStats:
         """How far loading is."""
         return CacheStats(
+            is_loaded=bool(self._pools),
             num_pages=sum(map(num_host_pages, self._contents)),
             num_filled_pages=self._num_filled_pages,
             num_bytes=sum(map(region_bytes, self._contents)),
@@ -126,10 +152,13 @@ class PoolLoader:
                 # It will be read when a request needs it, and must not fail then for what can be seen now.
                 read_scales(self._checkpoint, self._config, parallel, layer, expert)
                 continue
-            fill_page(pool.page(page), self._checkpoint, self._config, parallel, layer, expert)
-            pool.seal(page)
+            self._fill_page(pool, parallel, page)
             num_pages += 1
         return num_pages
+
+    def _fill_page(self, pool: HostPool, parallel: ParallelLayout, page: int) -> None:
+        fill_page(pool.page(page), self._checkpoint, self._config, parallel, *pool.directory.locate(page))
+        pool.seal(page)
 
     def _report(self, share: float, elapsed_s: float) -> None:
         num_bytes = self.stats().num_bytes

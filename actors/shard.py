@@ -12,7 +12,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from actors.config import ShardConfig
 from actors.expert_tiers import TieredExpertSource, create_expert_source
 from actors.host_pool import MappedPool, pool_contents
-from actors.messages import ShardFailure, ShardStart, ShardStats
+from actors.messages import PoolRegion, ShardFailure, ShardStart, ShardStats
 from actors.page_reader import PageReader, fill_from
 from actors.process_group import connect_store, join_group, leave_group, open_store
 from actors.shard_loop import ShardLoop, StepRunner
@@ -42,8 +42,8 @@ class Shard:
     """One rank.
 
     Protocol: rank 0 opens the store, if there are other ranks; then `initialize` on all ranks at once,
-    since they wait for each other; then `run`, once. `stats` at any time after `initialize`, from any
-    thread.
+    since they wait for each other; then `run`, once. `stats` and `region` at any time after `initialize`, from
+    any thread.
 
     Args:
         rank: this shard's.
@@ -84,6 +84,7 @@ class Shard:
             experts=experts,
             num_pages=pool.directory.num_pages,
             num_hot_pages=plan.num_hot,
+            region=pool.region,
             num_host_pages=len(pool.pages),
         )
 
@@ -99,6 +100,10 @@ class Shard:
             parts.experts.close()
             leave_group()
         return failure
+
+    def region(self) -> PoolRegion:
+        """The host pool's region of this rank, through this process."""
+        return self._initialized().region
 
     def stats(self) -> ShardStats:
         """What this rank holds and has done."""
@@ -133,4 +138,5 @@ class _Parts:
     experts: TieredExpertSource
     num_pages: int
     num_hot_pages: int
+    region: PoolRegion
     num_host_pages: int

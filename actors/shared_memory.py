@@ -1,8 +1,8 @@
 """SharedMapping: anonymous shared memory that lives exactly as long as the processes that map it.
 
 A memfd has no name in any file system, so nothing is left behind however its users end; other processes of
-the same user open it through `/proc/<pid>/fd/<fd>` of the process that made it, and keep it when that
-process dies.
+the same user open it through `/proc/<pid>/fd/<fd>` of the process that made it, or of one that passes it on, and
+keep it when that process dies.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class SharedMapping:
     The maker calls `create` and sends `segment`; the others call `attach`. The size never changes (it is
     sealed), so an access inside `memory` cannot fault because another process truncated it.
 
-    Others may attach until the maker's object is closed or dropped. The mapping itself ends with the last
-    view of `memory`, never under one.
+    Others may attach until the object of the maker, or of whoever passes it on, is closed or dropped. The mapping
+    itself ends with the last view of `memory`, never under one.
     """
 
     def __init__(self, memory: mmap.mmap, segment: SharedSegment) -> None:
@@ -51,14 +51,16 @@ class SharedMapping:
         except BaseException:
             os.close(fd)
             raise
-        mapping = cls(memory, SharedSegment(pid=os.getpid(), fd=fd, num_bytes=num_bytes))
-        mapping._close_fd = weakref.finalize(mapping, os.close, fd)
-        return mapping
+        return cls._published(memory, fd, num_bytes)
 
     @classmethod
-    def attach(cls, segment: SharedSegment, *, writable: bool) -> SharedMapping:
+    def attach(cls, segment: SharedSegment, *, writable: bool, pass_on: bool = False) -> SharedMapping:
         """Map the memory that another process made.
 
+        Args:
+            segment: from that process.
+            writable: whether this process writes.
+            pass_on: whether others may attach through this process, too; `segment` of the result is for them.
         Raises: AttachError if it is gone or has another size.
         """
         path = f"/proc/{segment.pid}/fd/{segment.fd}"
@@ -73,12 +75,24 @@ class SharedMapping:
                     f"{path}: {size} bytes of other memory, expected {segment.num_bytes} sealed bytes"
                 )
             protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-            return cls(mmap.mmap(fd, size, mmap.MAP_SHARED, protection), segment)
-        finally:
-            os.close(fd)  # the mapping keeps the memory
+            memory = mmap.mmap(fd, size, mmap.MAP_SHARED, protection)
+        except BaseException:
+            os.close(fd)
+            raise
+        if pass_on:
+            return cls._published(memory, fd, size)
+        os.close(fd)  # the mapping keeps the memory
+        return cls(memory, segment)
+
+    @classmethod
+    def _published(cls, memory: mmap.mmap, fd: int, num_bytes: int) -> SharedMapping:
+        """A mapping that others attach to through this process's `fd`, which is its own from now on."""
+        mapping = cls(memory, SharedSegment(pid=os.getpid(), fd=fd, num_bytes=num_bytes))
+        mapping._close_fd = weakref.finalize(mapping, os.close, fd)
+        return mapping
 
     def close(self) -> None:
-        """Let no one attach any more. For the maker; safe to call twice."""
+        """Let no one attach any more through this process; safe to call twice."""
         if self._close_fd is not None:
             self._close_fd()
 

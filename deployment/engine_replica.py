@@ -14,6 +14,7 @@ from ray.util.placement_group import get_current_placement_group
 
 from actors.expert_cache import start_expert_cache
 from actors.messages import AddRequest, EngineStats, RequestError, RequestOutput
+from deployment.cache_keeper import keep_expert_cache
 from deployment.containment import contain_replica
 from deployment.core_actor import EngineSpec, start_engine_core
 from deployment.engine_client import EngineClient
@@ -49,6 +50,9 @@ class EngineReplica:
         run = self._core.run.remote(spec, placement_group, namespace, cache, self._client.channel)
         self._watcher = asyncio.create_task(self._watch(run), name="watch-engine-core")
         await self._client.wait_until_ready()
+        self._keeper = asyncio.create_task(
+            keep_expert_cache(cache, namespace, spec.config.shard.world_size), name="keep-expert-cache"
+        )
 
     async def generate(self, request: AddRequest) -> AsyncGenerator[RequestOutput, None]:
         """Run a request; see `EngineHandle.generate`.
@@ -90,6 +94,8 @@ class EngineReplica:
 
     async def __del__(self) -> None:
         """Serve's last call: stop the core and with it the shards."""
+        if hasattr(self, "_keeper"):
+            self._keeper.cancel()
         if hasattr(self, "_client"):
             await self._client.shutdown()
         if hasattr(self, "_watcher"):

@@ -1,18 +1,22 @@
+import asyncio
 import os
 import signal
 import time
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import ray
 import torch
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 
 from actors.config import ShardConfig
 from actors.messages import ShardStats
-from actors.names import CONTROL_GROUP
+from actors.names import CONTROL_GROUP, EXPERT_CACHE
 from actors.process import OtherProcess
+from deployment.cache_keeper import keep_expert_cache
 from deployment.errors import ShardsLostError
 from model.checkpoint import Checkpoint
 from model.expert_pages import fill_page, local_experts_per_layer, page_layout
@@ -88,6 +92,36 @@ def test_a_rank_that_is_killed_in_a_step_ends_all_and_a_new_gang_takes_its_place
     with pytest.raises(ShardsLostError, match=r"(?s)rank 0 failed in step 7: .*told to fail"):
         core.execute(create_step(7, (0, 0)))
     core.shutdown()
+
+
+def test_shards_are_rebuilt_from_a_pool_whose_cache_died_and_was_handed_over(group, tiny_checkpoint):
+    core = FakeCore(group, "test-heir", tiny_checkpoint, ShardConfig(world_size=2))
+    expected = core.execute(create_step(0))
+    cache = ray.get_actor(EXPERT_CACHE, "test-heir")
+    os.kill(ray.get(cache.load.remote())[0].segment.pid, signal.SIGKILL)
+    assert core.execute(create_step(1)).sequences == expected.sequences
+    asyncio.run(keep_until_loaded(cache, "test-heir"))
+    with pytest.raises(ShardsLostError, match="rank 1 died"):
+        core.execute(create_step(2, (1, signal.SIGKILL)))
+    regions = ray.get(cache.load.remote())
+    core.start()
+    assert core.execute(create_step(0)).sequences == expected.sequences
+    assert ray.get(cache.load.remote()) == regions
+    core.shutdown()
+
+
+async def keep_until_loaded(cache: ActorHandle, namespace: str) -> None:
+    keeper = asyncio.create_task(keep_expert_cache(cache, namespace, world_size=2))
+    try:
+        async with asyncio.timeout(60):
+            while True:
+                with suppress(RayError):
+                    stats = await cache.stats.options(concurrency_group=CONTROL_GROUP).remote()
+                    if stats.is_loaded:
+                        return
+                await asyncio.sleep(0.1)  # between polls
+    finally:
+        keeper.cancel()
 
 
 def test_a_rank_that_stops_in_a_step_ends_all_when_the_step_has_taken_too_long(group, tiny_checkpoint):

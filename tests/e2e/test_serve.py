@@ -18,9 +18,11 @@ import psutil
 import pytest
 import ray
 from ray import serve
+from ray.util import list_named_actors
 
 from actors.config import ShardConfig
 from actors.messages import EngineStats
+from actors.names import CONTROL_GROUP, EXPERT_CACHE
 from deployment.app import build
 from deployment.config import ApiConfig, EngineConfig, SchedulerConfig
 
@@ -175,6 +177,33 @@ def test_a_lost_shard_ends_streams_with_an_error_and_the_engine_comes_back(
     assert all(r.elapsed.total_seconds() < 8 for r in refusals)
     wait_until(lambda: is_healthy(base_url) and is_answering(client), "it is back")
     assert complete(client, "The cat") == before
+
+
+def test_a_lost_expert_cache_changes_no_token_and_a_new_one_takes_its_pool(client: openai.OpenAI) -> None:
+    before = complete(client, "The cat")
+    [namespace] = {actor["namespace"] for actor in list_named_actors(all_namespaces=True) if is_cache(actor)}
+    cache = ray.get_actor(EXPERT_CACHE, namespace)
+    owner = ray.get(cache.load.remote())[0].segment.pid
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(complete, client, "The cat")
+        os.kill(owner, signal.SIGKILL)
+        assert running.result() == before
+    assert complete(client, "The cat") == before
+
+    def is_adopted() -> bool:
+        try:
+            stats = ray.get(cache.stats.options(concurrency_group=CONTROL_GROUP).remote(), timeout=10)
+        except ray.exceptions.RayError:  # not yet there again
+            return False
+        return bool(stats.is_loaded)
+
+    wait_until(is_adopted, "a new cache has the pool")
+    assert ray.get(cache.load.remote())[0].segment.pid != owner
+    assert complete(client, "The cat") == before
+
+
+def is_cache(actor: dict[str, str]) -> bool:
+    return actor["name"] == EXPERT_CACHE
 
 
 def refusal_while_down(base_url: str) -> httpx.Response:

@@ -7,6 +7,7 @@ import torch
 from actors import pool_loader
 from actors.host_pool import MappedPool
 from actors.pool_loader import HostMemoryError, PoolLoader
+from actors.shared_memory import AttachError
 from model.checkpoint import Checkpoint
 from model.expert_pages import fill_page
 from model.parallel import ParallelLayout
@@ -67,3 +68,31 @@ def test_an_expert_that_cannot_be_read_ends_loading_with_its_name(checkpoint, mo
     monkeypatch.setattr(Checkpoint, "read_into", fail)
     with pytest.raises(CheckpointError, match=name):
         PoolLoader(checkpoint, 2, 2, num_threads=2, max_host_pages=max_host_pages).load()
+
+
+def test_a_pool_that_shards_still_map_is_adopted_and_only_damaged_pages_are_read_again(
+    checkpoint, monkeypatch
+):
+    loader = PoolLoader(checkpoint, 2, 1, num_threads=2, max_host_pages=40)
+    shards = [MappedPool(region, region.contents) for region in loader.load()]
+    expected = [shard.pages.clone() for shard in shards]
+    damaged = [page for page in range(shards[1].directory.num_pages) if shards[1].holds(page)][-3]
+    loader._pools[1].page(damaged)[7] ^= 1
+    loader.close()
+    reads = []
+    monkeypatch.setattr(pool_loader, "fill_page", lambda *args: (reads.append(args[4:]), fill_page(*args))[1])
+    heir = PoolLoader(checkpoint, 2, 1, num_threads=2, max_host_pages=40)
+    assert not heir.stats().is_loaded
+    adopted = heir.adopt([shard.region for shard in shards])
+    assert reads == [shards[1].directory.locate(damaged)]
+    assert heir.stats().is_loaded
+    assert heir.stats().num_filled_pages == 80
+    assert heir.load() == adopted
+    for region, pages in zip(adopted, expected, strict=True):
+        assert torch.equal(MappedPool(region, region.contents).pages, pages)
+
+
+def test_a_pool_of_another_layout_is_not_adopted(checkpoint):
+    regions = PoolLoader(checkpoint, 2, 1, num_threads=1).load()
+    with pytest.raises(AttachError, match=r"shared memory|bytes|needed is"):
+        PoolLoader(checkpoint, 2, 2, num_threads=1).adopt(regions)

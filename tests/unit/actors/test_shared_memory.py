@@ -44,3 +44,16 @@ def test_memory_that_is_dropped_leaves_no_descriptor():
     del made
     gc.collect()
     assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_memory_can_be_passed_on_after_its_maker_is_gone():
+    made = SharedMapping.create("hotset-test", 4096)
+    attached = SharedMapping.attach(made.segment, writable=False, pass_on=True)
+    made.memory[0] = 7
+    made.close()
+    later = SharedMapping.attach(attached.segment, writable=True)
+    later.memory[1] = 8
+    assert attached.memory[:2] == b"\x07\x08"
+    attached.close()
+    with pytest.raises(AttachError):
+        SharedMapping.attach(attached.segment, writable=False)
