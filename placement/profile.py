@@ -1,4 +1,4 @@
-"""Profile: how often a workload routes its tokens to each expert. Recorded, merged, compared; kept as JSON.
+"""Profile: how often a workload routes its tokens to each expert. Kept as JSON, merged, compared.
 
     python -m placement.profile show FILE
     python -m placement.profile merge FILE FILE... --out FILE
