@@ -10,6 +10,7 @@ import ray
 
 from actors.config import ShardConfig
 from actors.messages import PoolRegion, ShardFailure, ShardPlace, ShardStart, ShardStats
+from placement.profile import Profile
 
 if TYPE_CHECKING:
     from actors.shard import RunnerFactory
@@ -19,8 +20,8 @@ class GPUShard:
     """One rank of an engine.
 
     Protocol: `place`; `open_store` on rank 0; `initialize` on all ranks, then `run` on all. Steps reach
-    `run` through shared memory, not as calls. `stats`, `region` and `check_health` at any time after `initialize`,
-    in the group CONTROL_GROUP. A shard never restarts: when one is lost, all are killed.
+    `run` through shared memory, not as calls. `stats`, `profile`, `region` and `check_health` at any time after
+    `initialize`, in the group CONTROL_GROUP. A shard never restarts: when one is lost, all are killed.
     """
 
     def __init__(self, rank: int) -> None:
@@ -59,6 +60,10 @@ class GPUShard:
     def region(self) -> PoolRegion:
         """This rank's region of the host pool, for a new owner."""
         return self._shard.region()
+
+    def profile(self, label: str) -> Profile:
+        """How often each expert was chosen since start."""
+        return self._shard.profile(label)
 
     def stats(self) -> ShardStats:
         """What this rank holds and has done."""

@@ -15,11 +15,13 @@ from actors.host_pool import MappedPool, pool_contents
 from actors.messages import PoolRegion, ShardFailure, ShardStart, ShardStats
 from actors.page_reader import PageReader, fill_from
 from actors.process_group import connect_store, join_group, leave_group, open_store
+from actors.routing_counter import RoutingCounter
 from actors.shard_loop import ShardLoop, StepRunner
 from actors.step_channel import ShardEnd
 from model.checkpoint import Checkpoint
 from model.parallel import Collectives, ParallelLayout
 from placement.plan import spread_evenly
+from placement.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class ShardContext:
     layout: ParallelLayout
     collectives: Collectives
     experts: TieredExpertSource
+    routing: RoutingCounter
     device: torch.device
 
 
@@ -42,8 +45,8 @@ class Shard:
     """One rank.
 
     Protocol: rank 0 opens the store, if there are other ranks; then `initialize` on all ranks at once,
-    since they wait for each other; then `run`, once. `stats` and `region` at any time after `initialize`, from
-    any thread.
+    since they wait for each other; then `run`, once. `stats`, `profile` and `region` at any time after
+    `initialize`, from any thread.
 
     Args:
         rank: this shard's.
@@ -78,10 +81,14 @@ class Shard:
         pages = PageReader(pool, fill_from(checkpoint, layout, pool.directory))
         plan = spread_evenly(pool.directory.experts_per_layer, config.max_resident_pages)
         experts = create_expert_source(pages, plan, config, device)
-        runner = create_runner(ShardContext(config, checkpoint, layout, collectives, experts, device))
+        num_experts = [text.num_experts_of(layer) for layer in range(text.num_layers_with_drafts)]
+        routing = RoutingCounter(checkpoint.content_hash, num_experts, device)
+        context = ShardContext(config, checkpoint, layout, collectives, experts, routing, device)
+        runner = create_runner(context)
         self._parts = _Parts(
             loop=ShardLoop(self._rank, ShardEnd(start.channel, self._rank), runner, experts),
             experts=experts,
+            routing=routing,
             num_pages=pool.directory.num_pages,
             num_hot_pages=plan.num_hot,
             region=pool.region,
@@ -104,6 +111,10 @@ class Shard:
     def region(self) -> PoolRegion:
         """The host pool's region of this rank, through this process."""
         return self._initialized().region
+
+    def profile(self, label: str) -> Profile:
+        """How often each expert was chosen since start; the same on all ranks."""
+        return self._initialized().routing.profile(label)
 
     def stats(self) -> ShardStats:
         """What this rank holds and has done."""
@@ -136,6 +147,7 @@ class _Parts:
 
     loop: ShardLoop
     experts: TieredExpertSource
+    routing: RoutingCounter
     num_pages: int
     num_hot_pages: int
     region: PoolRegion

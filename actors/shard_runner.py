@@ -17,12 +17,13 @@ from actors.messages import (
     StepInput,
     TokenLogprob,
 )
+from actors.routing_counter import RoutingCounter
 from model.batch import ForwardBatch, SequenceRows
 from model.engram_map import load_token_map
 from model.kv_cache import CacheGeometry, KvCaches
 from model.numerics import Numerics
 from model.sampler import sample
-from model.transformer import Transformer
+from model.transformer import Hidden, Transformer
 from model.weights import load_weights
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class ShardRunner:
     Args:
         transformer: this rank's model.
         experts: what the model reads pages from.
+        routing: counts what the router chooses, as the model's probe.
         geometry: of its caches.
         device: where it computes.
     """
@@ -48,11 +50,13 @@ class ShardRunner:
         self,
         transformer: Transformer,
         experts: TieredExpertSource,
+        routing: RoutingCounter,
         geometry: CacheGeometry,
         device: torch.device,
     ) -> None:
         self.transformer = transformer
         self._experts = experts
+        self._routing = routing
         self._geometry = geometry
         self._device = device
 
@@ -62,9 +66,7 @@ class ShardRunner:
 
         Returns: one output per scheduled sequence, in order.
         """
-        rows = [_to_rows(s) for s in step.sequences]
-        batch = ForwardBatch.build(rows, self.transformer.config, self._geometry, self._device)
-        hidden = self.transformer.forward(batch)
+        batch, hidden = self.forward([_to_rows(s) for s in step.sequences])
         failures = self._experts.take_failures()
         for failure in failures:
             logger.error("step %d: %s", step.step_id, failure)
@@ -76,6 +78,12 @@ class ShardRunner:
         for row, index in zip(logits, asking, strict=True):
             outputs[index] = _sample(row, step.sequences[index], failures)
         return outputs
+
+    def forward(self, sequences: Sequence[SequenceRows]) -> tuple[ForwardBatch, Hidden]:
+        """Run the rows of all sequences of a step through the model."""
+        batch = ForwardBatch.build(sequences, self.transformer.config, self._geometry, self._device)
+        self._routing.begin_step(batch, [len(sequence.token_ids) for sequence in sequences])
+        return batch, self.transformer.forward(batch)
 
 
 def create_shard_runner(context: ShardContext, geometry: CacheGeometry) -> ShardRunner:
@@ -100,8 +108,9 @@ def create_shard_runner(context: ShardContext, geometry: CacheGeometry) -> Shard
         caches,
         load_token_map(context.checkpoint.path, config),
         numerics,
+        context.routing,
     )
-    return ShardRunner(transformer, context.experts, geometry, context.device)
+    return ShardRunner(transformer, context.experts, context.routing, geometry, context.device)
 
 
 def _to_rows(sequence: ScheduledSequence) -> SequenceRows:

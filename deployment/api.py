@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import anyio
+import msgspec
 from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -78,6 +79,7 @@ def build_api(
             Route("/v1/completions", api.create_completion, methods=["POST"]),
             Route("/v1/models", api.list_models, methods=["GET"]),
             Route("/v1/models/{model:path}", api.retrieve_model, methods=["GET"]),
+            Route("/v1/placement/profile", api.read_profile, methods=["GET"]),
             Route("/health", api.check_health, methods=["GET"]),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
@@ -133,6 +135,12 @@ class _Api:
         """GET /v1/models/{model}."""
         self._check_model(request.path_params["model"])
         return _json(self._model)
+
+    async def read_profile(self, request: Request) -> Response:
+        """GET /v1/placement/profile?label=NAME: what `placement.profile` reads."""
+        label = request.query_params.get("label", "unlabelled")
+        profile = await self._engine.profile(label)
+        return Response(msgspec.json.encode(profile), media_type="application/json")
 
     async def check_health(self, request: Request) -> Response:
         """GET /health."""

@@ -14,11 +14,13 @@ from ray.util.placement_group import get_current_placement_group
 
 from actors.expert_cache import start_expert_cache
 from actors.messages import AddRequest, EngineStats, RequestError, RequestOutput
+from actors.names import CONTROL_GROUP, shard_name
 from deployment.cache_keeper import keep_expert_cache
 from deployment.containment import contain_replica
 from deployment.core_actor import EngineSpec, start_engine_core
 from deployment.engine_client import EngineClient
 from deployment.errors import EngineDeadError
+from placement.profile import Profile
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ class EngineReplica:
         placement_group = get_current_placement_group()
         assert placement_group is not None, "the deployment has no placement group"
         namespace = f"hotset-{serve.get_replica_context().replica_id.unique_id}"
+        self._namespace = namespace
         self._client = EngineClient()
         cache = start_expert_cache(
             placement_group,
@@ -77,6 +80,12 @@ class EngineReplica:
     async def stats(self) -> EngineStats:
         """The engine's newest counts."""
         return self._client.stats
+
+    async def profile(self, label: str) -> Profile:
+        """How often each expert was chosen since the engine started."""
+        shard = ray.get_actor(shard_name(0), self._namespace)
+        profile: Profile = await shard.profile.options(concurrency_group=CONTROL_GROUP).remote(label)
+        return profile
 
     async def check_health(self) -> None:
         """Raise if the engine is gone; Serve then replaces this replica."""

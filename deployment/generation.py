@@ -18,6 +18,7 @@ from deployment.errors import ApiError, EngineDeadError, InternalError
 from deployment.http_errors import error_body, error_of_request, internal_error
 from deployment.openai_types import CompletionTokensDetails, Usage
 from deployment.tokenizer import Detokenizer
+from placement.profile import Profile
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,9 @@ class EngineHandle(Protocol):
         Yields its news, in order; the last one has a `finish_reason`. A refusal is the first and only output.
         Closing the generator early aborts the request. Raises ApiError if the engine is gone.
         """
+
+    async def profile(self, label: str) -> Profile:
+        """How often each expert was chosen since the engine started. Raises ApiError if the engine is gone."""
 
     async def is_healthy(self) -> bool:
         """Whether the engine takes requests and makes progress."""

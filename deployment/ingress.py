@@ -17,6 +17,7 @@ from deployment.containment import contain_replica
 from deployment.core_actor import EngineSpec
 from deployment.errors import EngineDeadError
 from deployment.tokenizer import Tokenizer
+from placement.profile import Profile
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,15 @@ class ServeEngineHandle:
         finally:
             if not has_ended:
                 response.cancel()
+
+    async def profile(self, label: str) -> Profile:
+        """See EngineHandle."""
+        try:
+            async with asyncio.timeout(_ACCEPT_TIMEOUT_S):
+                profile: Profile = await self._handle.profile.remote(label)
+        except (RayError, RayServeException, TimeoutError) as error:
+            raise EngineDeadError("The engine is not running.") from error
+        return profile
 
     async def is_healthy(self) -> bool:
         """See EngineHandle."""

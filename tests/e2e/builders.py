@@ -14,6 +14,7 @@ from actors.expert_tiers import TieredExpertSource, create_expert_source
 from actors.host_pool import HostPool, MappedPool, pool_contents
 from actors.messages import AddRequest, SamplingParams, StepInput, StepOutput
 from actors.page_reader import PageReader, fill_from
+from actors.routing_counter import RoutingCounter
 from actors.shard_runner import ShardRunner
 from deployment.config import SchedulerConfig
 from deployment.engine import Engine
@@ -96,6 +97,8 @@ def create_runner(
     pages = PageReader(mapped, fill_from(model.checkpoint, ONE_RANK, mapped.directory))
     experts = create_expert_source(pages, plan, shard, device)
     geometry = CacheGeometry(limits.max_num_seqs, limits.num_blocks, limits.block_size)
+    num_experts = [config.num_experts_of(layer) for layer in range(config.num_layers_with_drafts)]
+    routing = RoutingCounter(model.checkpoint.content_hash, num_experts, device)
     transformer = Transformer(
         config,
         model.weights,
@@ -105,8 +108,9 @@ def create_runner(
         KvCaches(config, geometry, numerics.accumulate, device),
         model.token_map,
         numerics,
+        routing,
     )
-    return ShardRunner(transformer, experts, geometry, device), experts
+    return ShardRunner(transformer, experts, routing, geometry, device), experts
 
 
 def create_engine(

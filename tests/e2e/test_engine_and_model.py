@@ -17,9 +17,8 @@ from actors.config import ShardConfig
 from actors.messages import ScheduledSequence, StepInput
 from deployment.config import SchedulerConfig
 from deployment.limits import SchedulerLimits
-from model.batch import ForwardBatch, SequenceRows
+from model.batch import SequenceRows
 from model.checkpoint import Checkpoint
-from model.kv_cache import CacheGeometry
 from model.numerics import Numerics
 from model.shard_file import CheckpointError
 from placement.plan import PlacementPlan, spread_evenly
@@ -84,7 +83,6 @@ def logits_of(model: LoadedModel, shard: ShardConfig, plan: PlacementPlan | None
     config = model.checkpoint.config.text_config
     limits = SchedulerLimits.resolve(SchedulerConfig(block_size=8, max_num_seqs=2, max_model_len=128), config)
     runner, experts = create_runner(model, limits, shard, SERVING, plan)
-    geometry = CacheGeometry(limits.max_num_seqs, limits.num_blocks, limits.block_size)
     prompts = [random_prompt(rng, 40), random_prompt(rng, 29)]
     blocks = [array("i", range(1, 9)).tobytes(), array("i", range(9, 17)).tobytes()]
     logits = []
@@ -94,8 +92,7 @@ def logits_of(model: LoadedModel, shard: ShardConfig, plan: PlacementPlan | None
             SequenceRows(slot, start, prompt[start:end], prompt[max(0, start - 3) : start], table)
             for slot, (prompt, table) in enumerate(zip(prompts, blocks, strict=True))
         ]
-        batch = ForwardBatch.build(rows, config, geometry, model.weights.norm.device)
-        hidden = runner.transformer.forward(batch)
+        hidden = runner.forward(rows)[1]
         logits.append(runner.transformer.logits(hidden.normed))
     assert experts.take_failures() == []
     experts.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import psutil
 import pytest
@@ -25,6 +26,7 @@ from actors.messages import EngineStats
 from actors.names import CONTROL_GROUP, EXPERT_CACHE
 from deployment.app import build
 from deployment.config import ApiConfig, EngineConfig, SchedulerConfig
+from placement.profile import Profile, check
 
 pytestmark = pytest.mark.ray
 
@@ -177,6 +179,25 @@ def test_a_lost_shard_ends_streams_with_an_error_and_the_engine_comes_back(
     assert all(r.elapsed.total_seconds() < 8 for r in refusals)
     wait_until(lambda: is_healthy(base_url) and is_answering(client), "it is back")
     assert complete(client, "The cat") == before
+
+
+def test_the_profile_counts_every_routed_token(base_url: str, client: openai.OpenAI) -> None:
+    def profile() -> Profile:
+        response = httpx.get(f"{base_url}/v1/placement/profile", params={"label": "test"}, timeout=30)
+        return msgspec.json.decode(response.raise_for_status().content, type=Profile)
+
+    wait_until_idle()
+    before = profile()
+    complete(client, "A prompt of some length.")
+    wait_until_idle()
+    after = profile()
+    check(after)
+    num_prefill = after.prefill.num_tokens - before.prefill.num_tokens
+    num_decode = after.decode.num_tokens - before.decode.num_tokens
+    assert num_prefill == len("A prompt of some length.") + 1  # and the token that begins every prompt
+    assert num_decode == 7  # the eighth token is sampled, not computed
+    new = sum(after.decode.counts[0]) - sum(before.decode.counts[0])
+    assert new == num_decode * 3  # experts a token of the tiny model
 
 
 def test_a_lost_expert_cache_changes_no_token_and_a_new_one_takes_its_pool(client: openai.OpenAI) -> None:

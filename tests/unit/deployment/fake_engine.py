@@ -10,7 +10,9 @@ from starlette.applications import Starlette
 from actors.messages import AddRequest, FinishReason, RequestError, RequestOutput, SampledToken, TokenLogprob
 from deployment.api import ModelFacts, build_api
 from deployment.config import ApiConfig
+from deployment.errors import EngineDeadError
 from deployment.tokenizer import Tokenizer
+from placement.profile import VERSION, PhaseProfile, Profile
 from tests.unit.deployment.tokenizers_for_tests import EOS_ID, TINY_VOCAB_SIZE, tiny_tokenizer
 
 MAX_MODEL_LEN = 256
@@ -47,6 +49,12 @@ class FakeEngine:
                 yield address(step, request.request_id, request.sampling.num_logprobs)
         finally:
             self.closed.set()
+
+    async def profile(self, label: str) -> Profile:
+        if not self.is_alive:
+            raise EngineDeadError("The engine is not running.")
+        phase = PhaseProfile(num_tokens=3, counts=((2, 1), (0, 3)))
+        return Profile(VERSION, "model", {label: 6}, phase, phase)
 
     async def is_healthy(self) -> bool:
         return self.is_alive
