@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
 from typing import Final
 
+from actors.host_memory import available_memory_bytes
 from actors.host_pool import HostPool, num_host_pages, pool_contents, region_bytes
 from actors.messages import CacheStats, PoolRegion
 from model.checkpoint import Checkpoint
@@ -168,15 +168,6 @@ class PoolLoader:
             _gib(num_bytes),
             _gib(share * num_bytes / max(elapsed_s, 1e-3)),
         )
-
-
-def available_memory_bytes() -> int:
-    """Memory that processes of this machine can still take without swapping."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        name, value = line.split(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    raise RuntimeError("/proc/meminfo has no MemAvailable")
 
 
 def _gib(num_bytes: float) -> str:
