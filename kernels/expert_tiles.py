@@ -27,7 +27,7 @@ def _dequantize_asm() -> str:
     2**-126, exactly. The scale multiplies it by 2**(s - 65), so what is left is 2**-64 of the value.
     """
     word, scale = "$4", "$12"  # of eight copies each
-    lines = [".reg .b32 value, sign;"]
+    lines = [".reg .b32 value, sign, zero;", "mov.b32 zero, 0x80008000;"]  # -0, which changes no product
     for code in range(4):  # and the one 16 bits further up
         shift = 4 * code - 6
         lines += [
@@ -35,7 +35,7 @@ def _dequantize_asm() -> str:
             "and.b32 value, value, 0x01C001C0;",
             f"shl.b32 sign, {word}, {12 - 4 * code};",
             "lop3.b32 value, sign, 0x80008000, value, 0xEA;",  # (sign & mask) | value
-            f"mul.rn.bf16x2 ${code}, value, {scale};",
+            f"fma.rn.bf16x2 ${code}, value, {scale}, zero;",  # mul needs compute capability 9.0
         ]
     return "{\n" + "\n".join(lines) + "\n}"
 
