@@ -59,6 +59,8 @@ class ExpertSlots:
         self._free = list(range(num_slots))
         self._evictable: OrderedDict[int, None] = OrderedDict()
         """Slots that are READY and not pinned, released longest ago first."""
+        self.num_evictions = 0
+        """Pages that lost their slot to another one, since start."""
 
     def slot_of(self, page: int) -> int:
         """Slot of a page that has one."""
@@ -124,6 +126,7 @@ class ExpertSlots:
         if not self._free:
             assert self._evictable, f"every slot is loading or pinned: {self._slots}"
             self._free_slot(next(iter(self._evictable)))
+            self.num_evictions += 1
         return self._free.pop()
 
     def _free_slot(self, slot: int) -> None:

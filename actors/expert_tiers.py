@@ -54,8 +54,7 @@ def load_resident(pages: PageReader, plan: PlacementPlan, copier: Copier, device
     """
     resident = torch.empty(plan.num_hot, pages.layout.num_bytes, dtype=torch.uint8, device=device)
     hot = [pages.directory.index(layer, e) for layer, hot in enumerate(plan.hot_experts) for e in hot]
-    copies = [copier.start(partial(pages.read, page), slot) for page, slot in zip(hot, resident, strict=True)]
-    for copy in copies:
+    for copy in copier.start([partial(pages.read, page) for page in hot], resident.unbind()):
         copy.join()
     return resident
 
@@ -63,9 +62,9 @@ def load_resident(pages: PageReader, plan: PlacementPlan, copier: Copier, device
 class TieredExpertSource:
     """The ExpertSource of one rank; that protocol says what callers may rely on.
 
-    A layer's experts are cut, in ascending order, into groups with at most half as many cold pages as can
-    be fetched at once: while one group computes, the pages of the next are on their way. Hot experts before
-    the first cold one are a group of their own, which waits for nothing.
+    A layer's hot experts are the first group, which waits for nothing. The cold ones follow in ascending order,
+    in groups of at most half as many pages as can be fetched at once: while one group computes, the pages of the
+    next are on their way.
 
     Invariants:
     - a group is yielded after all its pages were joined, and they are released when the caller comes back;
@@ -136,12 +135,10 @@ class TieredExpertSource:
         try:
             for group in groups:
                 while ahead and len(fetched) + len(ahead[0].cold) <= self._cold.max_fetched:
-                    for page in self._pages(layer, ahead.popleft()):
-                        if self._fetch(layer, page):
-                            fetched.add(page)
-                        else:
-                            failed.add(page)
-                failed |= self._join(layer, group, skip=failed)
+                    pages = self._pages(layer, ahead.popleft())
+                    self._fetch(layer, pages)
+                    fetched.update(pages)
+                failed |= self._join(layer, group)
                 yield self._page_group(layer, group, failed)
                 for page in fetched.intersection(self._pages(layer, group)):
                     self._cold.release(page)
@@ -150,24 +147,19 @@ class TieredExpertSource:
             for page in fetched:
                 self._cold.release(page)
 
-    def _fetch(self, layer: int, page: int) -> bool:
-        """Begin to make a page readable. Returns: whether that went well so far."""
-        try:
-            self._layers[layer].staged_bytes += self._cold.fetch(page)
-        except ExpertPageError as error:
-            self._failures.append(str(error))
-            return False
-        return True
+    def _fetch(self, layer: int, pages: Sequence[int]) -> None:
+        """Begin to make pages readable."""
+        fetched = self._cold.fetch(pages)
+        self._layers[layer].staged_bytes += fetched.num_bytes
+        self._layers[layer].num_evictions += fetched.num_evictions
 
-    def _join(self, layer: int, group: Group, skip: Container[int]) -> set[int]:
+    def _join(self, layer: int, group: Group) -> set[int]:
         """Wait for a group's cold pages and enter their addresses. Returns: pages that failed."""
         start = time.perf_counter()
         addresses: dict[int, int] = {}
         failed: set[int] = set()
         for expert in group.cold:
             page = self._directory.index(layer, expert)
-            if page in skip:
-                continue
             try:
                 addresses[expert] = self._cold.join(page)
             except ExpertPageError as error:
@@ -199,6 +191,7 @@ class _Counts:
     num_hot: int = 0
     num_cold: int = 0
     staged_bytes: int = 0
+    num_evictions: int = 0
     stall_s: float = 0.0
 
 
@@ -212,17 +205,11 @@ class Group:
 
 
 def split_groups(experts: Sequence[int], hot: Container[int], max_cold: int) -> list[Group]:
-    """Cut `experts`, in order, into groups of at most `max_cold` cold ones; leading hot ones are a group."""
-    groups: list[list[int]] = []
-    num_cold = 0
-    for expert in experts:
-        is_cold = expert not in hot
-        if not groups or (is_cold and num_cold in (0, max_cold)):
-            groups.append([])
-            num_cold = 0
-        groups[-1].append(expert)
-        num_cold += is_cold
-    return [Group(tuple(group), tuple(e for e in group if e not in hot)) for group in groups]
+    """The hot ones of `experts` as one group, then the cold ones, in order, `max_cold` at a time."""
+    cold = [expert for expert in experts if expert not in hot]
+    groups = [tuple(cold[i : i + max_cold]) for i in range(0, len(cold), max_cold)]
+    resident = tuple(expert for expert in experts if expert in hot)
+    return [*([Group(resident, ())] if resident else []), *(Group(group, group) for group in groups)]
 
 
 class AddressTable:

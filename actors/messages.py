@@ -113,6 +113,8 @@ class ExpertTraffic(Message, frozen=True):
     """Page uses served from the host pool or the checkpoint, staged or direct."""
     staged_bytes: int = 0
     """Bytes copied into staging slots."""
+    num_evictions: int = 0
+    """Cold pages that lost their staging slot to another one."""
     stall_s: float = 0.0
     """Time the computation waited for copies."""
     num_disk_reads: int = 0

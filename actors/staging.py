@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -31,10 +32,10 @@ class Copy(Protocol):
 class Copier(Protocol):
     """Copies beside the computation, in the order in which they are started."""
 
-    def start(self, read: Callable[[], Tensor], target: Tensor) -> Copy:
-        """Copy `read()` to `target` once everything computed so far is done with `target`.
+    def start(self, reads: Sequence[Callable[[], Tensor]], targets: Sequence[Tensor]) -> Sequence[Copy]:
+        """Copy what each of `reads` returns to its target, once all computed so far is done with the targets.
 
-        Raises: what `read` raised, unless the copy's `join` does.
+        Returns: one copy for each target. A read that raises ExpertPageError spoils only its own.
         """
 
     def close(self) -> None:
@@ -52,17 +53,22 @@ class ThreadCopier:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="expert-copies")
 
-    def start(self, read: Callable[[], Tensor], target: Tensor) -> Copy:
+    def start(self, reads: Sequence[Callable[[], Tensor]], targets: Sequence[Tensor]) -> Sequence[Copy]:
         """See Copier."""
-        return _ThreadCopy(self._thread.submit(lambda: target.copy_(read())))
+        pairs = zip(reads, targets, strict=True)
+        return [_ThreadCopy(self._thread.submit(_read_into, target, read)) for read, target in pairs]
 
     def close(self) -> None:
         """See Copier."""
         self._thread.shutdown()
 
 
+def _read_into(target: Tensor, read: Callable[[], Tensor]) -> None:
+    target.copy_(read())
+
+
 class _ThreadCopy:
-    def __init__(self, future: Future[Tensor]) -> None:
+    def __init__(self, future: Future[None]) -> None:
         self._future = future
 
     def join(self) -> None:
@@ -72,36 +78,71 @@ class _ThreadCopy:
 class CudaCopier:
     """CUDA: copies on a stream of its own, ordered with the computing stream by events.
 
-    `start` and `join` are called by the thread that computes, with its stream as the current one. `join`
-    never makes the host wait; `start` does while the source is not registered with CUDA (6.5 GB/s, H200,
-    PCIe 5.0 x16).
+    `start` and `join` are called by the thread that computes, with its stream as the current one. `join` never makes
+    the host wait; `start` does while a source is not registered with CUDA (6.5 GB/s, H200, PCIe 5.0 x16).
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def start(self, read: Callable[[], Tensor], target: Tensor) -> Copy:
+    def start(self, reads: Sequence[Callable[[], Tensor]], targets: Sequence[Tensor]) -> Sequence[Copy]:
         """See Copier."""
-        source = read()
-        # Whatever reads the target's old bytes was enqueued before now, so this event comes after all of it.
+        batch = _CudaBatch(self._device)
+        copies: list[Copy] = []
+        sources: list[Tensor] = []
+        readable: list[Tensor] = []
+        for read, target in zip(reads, targets, strict=True):
+            try:
+                sources.append(read())
+            except ExpertPageError as error:
+                copies.append(_FailedCopy(error))
+            else:
+                readable.append(target)
+                copies.append(batch)
+        # Whatever reads the targets' old bytes was enqueued before now, so this event comes after all of it.
         self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-        return _CudaCopy(self._device, self._stream.record_event())
+            # One call for all: a copy from Python takes as long as the link needs for 400 KB.
+            torch._foreach_copy_(readable, sources, non_blocking=True)
+        batch.done = self._stream.record_event()
+        return copies
 
     def close(self) -> None:
         """See Copier."""
         self._stream.synchronize()
 
 
-class _CudaCopy:
-    def __init__(self, device: torch.device, done: torch.cuda.Event) -> None:
+class _CudaBatch:
+    """Copies that were started together and are joined together."""
+
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._done = done
+        self.done: torch.cuda.Event | None = None
+        """None once the computing stream waits for it."""
 
     def join(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._done)
+        if self.done is not None:
+            torch.cuda.current_stream(self._device).wait_event(self.done)
+            self.done = None
+
+
+class _FailedCopy:
+    def __init__(self, error: ExpertPageError) -> None:
+        self._error = error
+
+    def join(self) -> None:
+        raise self._error
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What a fetch has started."""
+
+    num_bytes: int = 0
+    """That are copied."""
+    num_evictions: int = 0
+    """Other pages that lost their slot."""
 
 
 class ColdPages(Protocol):
@@ -116,11 +157,8 @@ class ColdPages(Protocol):
     def max_fetched(self) -> int:
         """Pages that may be fetched and not yet released."""
 
-    def fetch(self, page: int) -> int:
-        """Begin to make a page readable. Returns: bytes that are copied for it.
-
-        Raises: ExpertPageError; the page is not fetched then.
-        """
+    def fetch(self, pages: Sequence[int]) -> Fetched:
+        """Begin to make pages readable; what cannot be read shows when it is joined."""
 
     def join(self, page: int) -> int:
         """Address at which whatever is computed until `release` reads the page.
@@ -148,6 +186,7 @@ class StagedPages:
 
     def __init__(self, memory: Tensor, read_page: ReadPage, copier: Copier) -> None:
         self._memory = memory
+        self._targets = memory.unbind()
         self._read_page = read_page
         self._copier = copier
         self._slots = ExpertSlots(len(memory))
@@ -159,18 +198,19 @@ class StagedPages:
         """See ColdPages."""
         return len(self._memory)
 
-    def fetch(self, page: int) -> int:
+    def fetch(self, pages: Sequence[int]) -> Fetched:
         """See ColdPages. A page that is in a slot already, or on its way to one, is not copied again."""
-        lease = self._slots.acquire(page)
-        if not lease.must_load:
-            return 0
-        target = self._memory[lease.slot]
-        try:
-            self._copies[page] = self._copier.start(partial(self._read_page, page), target)
-        except ExpertPageError:
-            self._slots.fail_load(page)
-            raise
-        return target.numel()
+        num_evictions = self._slots.num_evictions
+        leases = [(page, self._slots.acquire(page)) for page in pages]
+        missing = [(page, self._targets[lease.slot]) for page, lease in leases if lease.must_load]
+        if not missing:
+            return Fetched()
+        reads = [partial(self._read_page, page) for page, _ in missing]
+        copies = self._copier.start(reads, [target for _, target in missing])
+        self._copies.update({page: copy for (page, _), copy in zip(missing, copies, strict=True)})
+        return Fetched(
+            len(missing) * self._memory.shape[1], num_evictions=self._slots.num_evictions - num_evictions
+        )
 
     def join(self, page: int) -> int:
         """See ColdPages."""
@@ -182,7 +222,7 @@ class StagedPages:
                 self._slots.fail_load(page)
                 raise
             self._slots.finish_load(page)
-        return self._memory[self._slots.slot_of(page)].data_ptr()
+        return self._memory.data_ptr() + self._slots.slot_of(page) * self._memory.shape[1]
 
     def release(self, page: int) -> None:
         """See ColdPages."""
@@ -222,9 +262,9 @@ class DirectPages:
         """See ColdPages."""
         return 2 * self._num_pages  # no bound: a layer's pages and the next ones'
 
-    def fetch(self, page: int) -> int:
+    def fetch(self, pages: Sequence[int]) -> Fetched:
         """See ColdPages."""
-        return 0
+        return Fetched()
 
     def join(self, page: int) -> int:
         """See ColdPages."""

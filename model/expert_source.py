@@ -36,8 +36,8 @@ class ExpertSource(Protocol):
     Protocol: `stream` is called once per MoE layer and forward, in layer order, and its iterator is exhausted
     before the next call. A yielded group's pages hold exactly their experts' bytes until the next group is asked for
     or the iterator ends; copies for later groups run meanwhile. Every needed expert appears in exactly one group,
-    as one of its `experts` or as `failed`, and the concatenation of all groups' experts ascends. `layer` counts
-    draft stages after the backbone.
+    as one of its `experts` or as `failed`; groups come in any order, so what is computed must not depend on it.
+    `layer` counts draft stages after the backbone.
 
     A page that fails does not raise: the ranks of a forward have to go on together, with or without it.
     """
