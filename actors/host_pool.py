@@ -1,26 +1,22 @@
 """HostPool: expert pages of one rank in shared memory, made by the ExpertCache and mapped by the shard.
 
-    0             length of the contents, then the contents themselves (`PoolContents`, msgpack)
-    4096 - 8      1 once every page is filled
-    4096          checksum of each page that the region holds, 4 bytes
-    next multiple of 4096: those pages, in the order of PageDirectory
-
-A checksum is zlib's CRC-32 of the page. It guards against damaged memory and torn writes, not against
-malice; it is in the standard library, has a standard (RFC 1952), lets other threads run, and takes 3 GB/s
-of one core (blake2b: 0.7).
+0             length of the contents, then the contents themselves (`PoolContents`, msgpack)
+4096 - 8      1 once every page is filled
+4096          checksum of each page that the region holds (actors/checksums.py), 8 bytes
+next multiple of 4096: those pages, in the order of PageDirectory
 """
 
 from __future__ import annotations
 
 import mmap
 import warnings
-import zlib
 from typing import Final
 
 import msgspec
 import torch
 from torch import Tensor
 
+from actors.checksums import page_checksum
 from actors.messages import PoolContents, PoolRegion
 from actors.page_directory import PageDirectory
 from actors.shared_memory import AttachError, SharedMapping
@@ -106,7 +102,7 @@ class HostPool:
 
     def is_intact(self, page: int) -> bool:
         """Whether a page has the checksum that was recorded for it."""
-        return checksum_of(self.page(page)) == self._views.checksums[self._slot_of[page]]
+        return page_checksum(self.page(page)) == self._views.checksums[self._slot_of[page]]
 
     def holds(self, page: int) -> bool:
         """Whether the region has room for a page; the others stay in the checkpoint."""
@@ -118,7 +114,7 @@ class HostPool:
 
     def seal(self, page: int) -> None:
         """Record the checksum of a page that is filled."""
-        self._views.checksums[self._slot_of[page]] = checksum_of(self.page(page))
+        self._views.checksums[self._slot_of[page]] = page_checksum(self.page(page))
 
     def complete(self) -> None:
         """Let shards map the region."""
@@ -172,16 +168,16 @@ class MappedPool:
         """
         slot = self._slot_of[page]
         if not self._is_trusted[slot]:
-            found, recorded = checksum_of(self._views.pages[slot]), self.checksum(page)
+            found, recorded = page_checksum(self._views.pages[slot]), self.checksum(page)
             if found != recorded:
                 raise ExpertPageError(
-                    f"{self.name_of(page)} in the host pool is corrupt (CRC-32 {found:08x}, recorded {recorded:08x})"
+                    f"{self.name_of(page)} in the host pool is corrupt (checksum {found:x}, recorded {recorded:x})"
                 )
             self._is_trusted[slot] = True
         return self._views.pages[slot]
 
     def checksum(self, page: int) -> int:
-        """What a page's CRC-32 was when it was loaded."""
+        """What a page's checksum was when it was loaded."""
         return self._views.checksums[self._slot_of[page]]
 
     def name_of(self, page: int) -> str:
@@ -207,11 +203,6 @@ def _attach(region: PoolRegion, expected: PoolContents, *, writable: bool) -> Sh
     return mapping
 
 
-def checksum_of(page: Tensor) -> int:
-    """CRC-32 of a CPU tensor's bytes."""
-    return zlib.crc32(page.numpy().data)
-
-
 class _RegionLayout:
     """Where the parts of a region lie."""
 
@@ -221,7 +212,7 @@ class _RegionLayout:
         held = host_experts(contents.experts_per_layer, contents.max_host_pages)
         pages = [self.directory.index(layer, e) for layer, experts in enumerate(held) for e in experts]
         self.slot_of = {page: slot for slot, page in enumerate(pages)}
-        self.first_page = _BLOCK + -(-4 * len(pages) // _BLOCK) * _BLOCK
+        self.first_page = _BLOCK + -(-8 * len(pages) // _BLOCK) * _BLOCK
         self.num_bytes = self.first_page + len(pages) * self.pages.num_bytes
 
 
@@ -232,7 +223,7 @@ class _RegionViews:
         header = memoryview(mapping.memory)[:_BLOCK]
         self.words = header.cast("Q")
         num_pages = len(layout.slot_of)
-        self.checksums = memoryview(mapping.memory)[_BLOCK : _BLOCK + 4 * num_pages].cast("I")
+        self.checksums = memoryview(mapping.memory)[_BLOCK : _BLOCK + 8 * num_pages].cast("q")
         self.pages = _as_tensor(mapping.memory, layout.first_page).view(num_pages, layout.pages.num_bytes)
         self._header = header
 

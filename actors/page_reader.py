@@ -9,7 +9,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from actors.host_pool import MappedPool, checksum_of
+from actors.checksums import page_checksum
+from actors.host_pool import MappedPool
 from actors.page_directory import PageDirectory
 from kernels.formats import PageLayout
 from model.checkpoint import Checkpoint
@@ -76,7 +77,7 @@ class PageReader:
     def _repair(self, page: int, damage: ExpertPageError) -> Tensor:
         try:
             copy = self._read_from_disk(page)
-            if checksum_of(copy) != self._pool.checksum(page):
+            if page_checksum(copy) != self._pool.checksum(page):
                 raise ExpertPageError("the checkpoint has other bytes now")
         except ExpertPageError as error:
             self._lost[page] = f"{damage}, and {error}"

@@ -2,7 +2,6 @@ import asyncio
 import os
 import signal
 import time
-import zlib
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from actors.checksums import page_checksum
 from actors.config import ShardConfig
 from actors.messages import ShardStats
 from actors.names import CONTROL_GROUP, EXPERT_CACHE
@@ -36,7 +36,7 @@ def expected_sum(checkpoint_path: Path, world_size: int, ep_size: int) -> int:
         for layer, num_experts in enumerate(local_experts_per_layer(config, layout)):
             for expert in range(num_experts):
                 fill_page(page, checkpoint, config, layout, layer, expert)
-                total += zlib.crc32(page.numpy())
+                total += page_checksum(page) % 2**32
     return total
 
 
