@@ -25,10 +25,19 @@ class ShardConfig(BaseModel):
     """Activations that enter the expert products. `fp8` rounds them as the reference implementation does."""
     max_resident_pages: int | None = Field(default=None, ge=0)
     """Expert pages kept in device slots per rank; the rest are cold and stream from the host pool. Unset: all."""
-    staging: Literal["staged", "direct"] = "staged"
-    """Cold pages: `staged` copies them into slots ahead of their use, `direct` reads them in the host pool."""
-    num_staging_slots: int = Field(default=8, ge=2)
-    """Device slots of the staging ring, in pages per rank. More hide longer copies."""
+    staging: Literal["auto", "staged", "direct"] = "auto"
+    """Cold pages: `staged` copies them into slots ahead of their use, `direct` reads them in the host pool. `auto`
+    takes what is faster for the rows of a step, as measured at start (GPU), or `staged` (CPU)."""
+    num_staging_slots: int | None = Field(default=None, ge=2)
+    """Device slots of the staging ring, in pages per rank. More hide longer copies. Unset: as many as 256 MiB hold,
+    at least 8."""
+    prefetch_mib: float = Field(default=20.0, ge=0)
+    """Bound of the cold pages that are brought to the device for the next layer of a decode step, as its router is
+    predicted to choose, in MiB; twice that is kept for them. Only steps that read cold pages in place prefetch, and
+    only as long as that makes them shorter. 0: never."""
+    allow_unpinned: bool = False
+    """GPU: go on if the host pool cannot be registered with CUDA, with copies at about an eighth of the speed and
+    without direct reads; `/health` then says so."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of one shard's operators."""
     collective_timeout_s: float = Field(default=60.0, gt=0)

@@ -2,61 +2,94 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Container, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from actors.address_table import AddressTable
 from actors.config import ShardConfig
+from actors.in_place import InPlaceLayers, find_in_place
 from actors.messages import ExpertTraffic
+from actors.page_loading import check_pages, load_pages
+from actors.page_prefetch import MAX_PAIRS, PagePrefetcher
 from actors.page_reader import PageReader
+from actors.page_uses import PageUses
+from actors.prefetch_trial import PrefetchTrial
 from actors.staging import ColdPages, Copier, DirectPages, StagedPages, create_copier
-from kernels.formats import PageLayout, check_page_addresses
+from kernels.formats import PageLayout
 from model.expert_source import ExpertPageError, PageGroup
 from placement.plan import PlacementPlan
 
+_STAGING_BYTES: Final = 256 * 2**20
+"""Of the staging ring, unless its slots are set."""
+_MIN_STAGING_SLOTS: Final = 8
+
 
 def create_expert_source(
-    pages: PageReader, plan: PlacementPlan, config: ShardConfig, device: torch.device
+    pages: PageReader,
+    plan: PlacementPlan,
+    config: ShardConfig,
+    device: torch.device,
+    *,
+    can_read_pool: bool = True,
 ) -> TieredExpertSource:
     """Load the plan's hot pages into device slots and read the others when they are needed.
 
-    Raises: ExpertPageError if a hot page is corrupt; ValueError if `device` cannot read the pool in place.
+    Args:
+        pages: of the rank.
+        plan: which are hot.
+        config: how cold ones are read.
+        device: that computes.
+        can_read_pool: whether it reads the host pool in place: a CPU does, a GPU if the pool is pinned.
+    Raises: ExpertPageError if a hot page is corrupt; ValueError if pages cannot be read as `config` wants.
     """
-    if config.staging == "direct" and device.type != "cpu":
+    if config.staging == "direct" and not can_read_pool:
         raise ValueError(
-            f"staging: direct needs a device that reads the host pool in place; {device} does not"
+            "shard.staging is direct, but the host pool is not registered with CUDA; set staged or auto"
         )
     copier = create_copier(device)
-    resident = load_resident(pages, plan, copier, device)
+    hot = [pages.directory.index(layer, e) for layer, hot in enumerate(plan.hot_experts) for e in hot]
+    resident = load_pages(pages, hot, copier, device)
+    reads_in_place = (
+        can_read_pool and config.staging != "staged" and (device.type == "cuda" or config.staging == "direct")
+    )
+    if reads_in_place and device.type == "cuda":
+        check_pages(pages, sorted(set(range(pages.directory.num_pages)).difference(hot)), copier, device)
+    in_place = find_in_place(pages, plan, resident, can_read_pool=reads_in_place)
     cold = _create_cold_pages(pages, config, copier, device)
-    return TieredExpertSource(pages, plan, resident, cold)
+    prefetcher = _create_prefetcher(pages, config, in_place) if reads_in_place else None
+    return TieredExpertSource(
+        pages, plan, resident, cold, in_place, prefetcher, math.inf if config.staging == "direct" else 0
+    )
 
 
 def _create_cold_pages(
     pages: PageReader, config: ShardConfig, copier: Copier, device: torch.device
 ) -> ColdPages:
-    if config.staging == "direct":
+    if config.staging == "direct" and device.type == "cpu":
         copier.close()
         return DirectPages(pages.read, pages.directory.num_pages)
-    memory = torch.empty(config.num_staging_slots, pages.layout.num_bytes, dtype=torch.uint8, device=device)
+    fitting = max(_MIN_STAGING_SLOTS, _STAGING_BYTES // pages.layout.num_bytes)
+    num_slots = config.num_staging_slots or min(fitting, 2 * max(pages.directory.experts_per_layer))
+    memory = torch.empty(max(2, num_slots), pages.layout.num_bytes, dtype=torch.uint8, device=device)
     return StagedPages(memory, pages.read, copier)
 
 
-def load_resident(pages: PageReader, plan: PlacementPlan, copier: Copier, device: torch.device) -> Tensor:
-    """Copy the hot pages to the device, layer by layer: `[plan.num_hot, page_bytes]` uint8.
-
-    Raises: ExpertPageError if one is corrupt.
-    """
-    resident = torch.empty(plan.num_hot, pages.layout.num_bytes, dtype=torch.uint8, device=device)
-    hot = [pages.directory.index(layer, e) for layer, hot in enumerate(plan.hot_experts) for e in hot]
-    for copy in copier.start([partial(pages.read, page) for page in hot], resident.unbind()):
-        copy.join()
-    return resident
+def _create_prefetcher(
+    pages: PageReader, config: ShardConfig, in_place: InPlaceLayers
+) -> PagePrefetcher | None:
+    num_slots = int(config.prefetch_mib * 2**20) // pages.layout.num_bytes
+    if num_slots == 0 or all(in_place.is_resident):
+        return None
+    num_slots = min(num_slots, max(pages.directory.experts_per_layer))
+    return PagePrefetcher(pages.first_experts, in_place.is_cold, num_slots, pages.layout.num_bytes)
 
 
 class TieredExpertSource:
@@ -65,6 +98,8 @@ class TieredExpertSource:
     A layer's hot experts are the first group, which waits for nothing. The cold ones follow in ascending order,
     in groups of at most half as many pages as can be fetched at once: while one group computes, the pages of the
     next are on their way.
+
+    A step of up to `max_rows_in_place` rows reads the layers that allow it in place instead, without groups.
 
     Invariants:
     - a group is yielded after all its pages were joined, and they are released when the caller comes back;
@@ -75,18 +110,39 @@ class TieredExpertSource:
         plan: which experts are hot.
         resident: `[plan.num_hot, page_bytes]` uint8, the hot pages, layer by layer.
         cold: every other page.
+        in_place: what the device can read where it is.
+        prefetcher: for the layers that are read in place; None if nothing is prefetched.
+        max_rows_in_place: of a step that reads cold pages in place.
     """
 
-    def __init__(self, pages: PageReader, plan: PlacementPlan, resident: Tensor, cold: ColdPages) -> None:
+    def __init__(
+        self,
+        pages: PageReader,
+        plan: PlacementPlan,
+        resident: Tensor,
+        cold: ColdPages,
+        in_place: InPlaceLayers,
+        prefetcher: PagePrefetcher | None = None,
+        max_rows_in_place: float = 0,
+    ) -> None:
         self._reader = pages
         self._directory = pages.directory
         self._hot = [frozenset(hot) for hot in plan.hot_experts]
         self._resident = resident  # keeps the memory that the table points to
         self._cold = cold
+        self._in_place = in_place
+        self._prefetcher = prefetcher
+        self._trial = PrefetchTrial()
+        self._is_prefetching = False
+        self.max_rows_in_place = max_rows_in_place
+        """Steps of more rows stage the cold pages. May change between two steps."""
         self._table = AddressTable(pages.directory.experts_per_layer, resident.device)
         slots = iter(resident)
         for layer, hot in enumerate(plan.hot_experts):
             self._table.update(layer, {expert: next(slots).data_ptr() for expert in hot})
+        self._uses = PageUses(pages.first_experts, in_place.is_cold, pages.directory.experts_per_layer)
+        self._read_in_place = [False] * len(plan.hot_experts)
+        """Layers that were, in this step."""
         self._layers = [_Counts() for _ in plan.hot_experts]
         self._reported = ExpertTraffic()
         self._failures: list[str] = []
@@ -104,11 +160,74 @@ class TieredExpertSource:
         self._last = self._stream(layer, split_groups(experts, self._hot[layer], self._cold.max_fetched // 2))
         return self._last
 
+    def in_place(self, layer: int, num_rows: int) -> PageGroup | None:
+        """See ExpertSource."""
+        addresses = self._in_place.addresses[layer]
+        if addresses is None or not (self._in_place.is_resident[layer] or num_rows <= self.max_rows_in_place):
+            return None
+        if self._prefetcher is not None:
+            addresses = self._prefetcher.join(layer, addresses)
+        self._read_in_place[layer] = True
+        return PageGroup(experts=range(len(addresses)), failed=(), addresses=addresses)
+
+    def wants_prediction(self, layer: int, num_rows: int) -> bool:
+        """See ExpertSource."""
+        return (
+            self._is_prefetching
+            and self._in_place.addresses[layer] is not None
+            and not self._in_place.is_resident[layer]
+            and num_rows <= self.max_rows_in_place
+        )
+
+    def predict(self, layer: int, topk_idx: Tensor) -> None:
+        """See ExpertSource."""
+        addresses = self._in_place.addresses[layer]
+        assert self._prefetcher is not None, "nothing is prefetched here"
+        assert addresses is not None, f"{layer=}"
+        if topk_idx.numel() <= MAX_PAIRS:
+            self._prefetcher.start(layer, topk_idx, addresses)
+
+    @contextmanager
+    def step(self, num_decode_rows: int | None, chosen: Callable[[], Tensor]) -> Iterator[None]:
+        """A step, which has ended on the device as well when the block ends.
+
+        Args:
+            num_decode_rows: how many if the step has no others and is worth timing, else None.
+            chosen: after the step, `[num_layers, max_experts]` bool on the device: experts that it chose.
+        """
+        is_timed = num_decode_rows is not None and self._prefetcher is not None
+        self._is_prefetching = is_timed and self._trial.begin(num_decode_rows or 0)
+        start = time.perf_counter()
+        yield
+        if is_timed:
+            self._trial.end(num_decode_rows or 0, time.perf_counter() - start)
+        if any(self._read_in_place):
+            prefetched = (
+                self._prefetcher.was_prefetched if self._prefetcher and self._is_prefetching else None
+            )
+            self._uses.add(chosen(), self._read_in_place, prefetched)
+            self._read_in_place = [False] * len(self._read_in_place)
+            if prefetched is not None and self._prefetcher is not None:
+                self._prefetcher.clear()
+
     def traffic_by_layer(self) -> tuple[ExpertTraffic, ...]:
         """Pages and bytes since start; from any thread."""
+        page_bytes = self.layout.num_bytes
         return tuple(
-            ExpertTraffic(**asdict(counts), num_disk_reads=num_disk_reads)
-            for counts, num_disk_reads in zip(self._layers, self._reader.num_disk_reads, strict=True)
+            ExpertTraffic(
+                num_hot=counts.num_hot + uses.num_hot,
+                num_cold=counts.num_cold + uses.num_cold,
+                num_disk_reads=num_disk_reads,
+                staged_bytes=counts.staged_bytes,
+                direct_bytes=(uses.num_cold - uses.num_prefetched_useful) * page_bytes,
+                num_evictions=counts.num_evictions,
+                num_prefetched_useful=uses.num_prefetched_useful,
+                num_prefetched_wasted=uses.num_prefetched_wasted,
+                stall_s=counts.stall_s,
+            )
+            for counts, uses, num_disk_reads in zip(
+                self._layers, self._uses.by_layer(), self._reader.num_disk_reads, strict=True
+            )
         )
 
     def take_traffic(self) -> ExpertTraffic:
@@ -186,7 +305,7 @@ class TieredExpertSource:
 
 @dataclass(slots=True)
 class _Counts:
-    """A layer's ExpertTraffic, without what the reader counts."""
+    """A layer's uses that the host knows of."""
 
     num_hot: int = 0
     num_cold: int = 0
@@ -210,36 +329,3 @@ def split_groups(experts: Sequence[int], hot: Container[int], max_cold: int) -> 
     groups = [tuple(cold[i : i + max_cold]) for i in range(0, len(cold), max_cold)]
     resident = tuple(expert for expert in experts if expert in hot)
     return [*([Group(resident, ())] if resident else []), *(Group(group, group) for group in groups)]
-
-
-class AddressTable:
-    """The address to read each expert's page from, on the computing device; 0 if never set."""
-
-    def __init__(self, experts_per_layer: Sequence[int], device: torch.device) -> None:
-        self._rows = [torch.zeros(count, dtype=torch.int64, device=device) for count in experts_per_layer]
-        self._known: list[dict[int, int]] = [{} for _ in experts_per_layer]
-        """What the rows hold, on the host."""
-
-    def row(self, layer: int) -> Tensor:
-        """`[num_local_experts]` int64."""
-        return self._rows[layer]
-
-    def update(self, layer: int, addresses: Mapping[int, int]) -> None:
-        """Set experts' addresses, in order with the computation.
-
-        Raises: ValueError for an address that a kernel cannot read.
-        """
-        check_page_addresses(addresses)
-        changed = {e: address for e, address in addresses.items() if self._known[layer].get(e) != address}
-        if not changed:
-            return
-        self._known[layer].update(changed)
-        row = self._rows[layer]
-        experts, values = _to_device([list(changed), list(changed.values())], row.device)
-        row[experts] = values
-
-
-def _to_device(values: list[list[int]], device: torch.device) -> Tensor:
-    """An int64 tensor, copied without waiting for what the device still computes."""
-    tensor = torch.tensor(values, dtype=torch.int64)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

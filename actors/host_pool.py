@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import mmap
 import warnings
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 import torch
 from torch import Tensor
 
-from actors.checksums import page_checksum
+from actors.checksums import page_checksum, page_checksums
 from actors.messages import PoolContents, PoolRegion
 from actors.page_directory import PageDirectory
 from actors.shared_memory import AttachError, SharedMapping
@@ -128,21 +129,33 @@ class HostPool:
 class MappedPool:
     """A shard's side of a region: read only.
 
-    Invariant: with `verify_checksums`, `read` returns only pages that had their checksum when first read.
+    Invariant: with `verify_checksums`, `read` returns only pages that had their checksum once in this process: when
+    first read, or in a copy that `check_copies` was given.
 
     Args:
         region: from the ExpertCache.
         expected: what this shard needs.
-        verify_checksums: check every page when it is first read.
+        verify_checksums: check every page once.
+        writable: map it for writing until `make_read_only`: CUDA registers no other memory.
     Raises: AttachError if the region is gone, incomplete, or holds something else.
     """
 
-    def __init__(self, region: PoolRegion, expected: PoolContents, *, verify_checksums: bool = True) -> None:
+    def __init__(
+        self,
+        region: PoolRegion,
+        expected: PoolContents,
+        *,
+        verify_checksums: bool = True,
+        writable: bool = False,
+    ) -> None:
         layout = _RegionLayout(expected)
-        self._mapping = _attach(region, expected, writable=False)
+        self._mapping = _attach(region, expected, writable=writable)
         self._views = _RegionViews(self._mapping, layout)
         self.region = PoolRegion(segment=self._mapping.segment, contents=expected)
         """For a new owner, should the one that made it die."""
+        ep_rank = ParallelLayout(expected.rank, expected.world_size, expected.ep_size).ep_rank
+        self.first_experts = tuple(ep_rank * count for count in expected.experts_per_layer)
+        """Global id of local expert 0, by layer."""
         self.directory = layout.directory
         self.layout = layout.pages
         self._contents = expected
@@ -153,13 +166,40 @@ class MappedPool:
     def pages(self) -> Tensor:
         """All pages in place: `[pages that the region holds, layout.num_bytes]` uint8, never to be written.
 
-        This is the memory that a CUDA shard has to register for fast copies and direct reads.
+        This is the memory that a CUDA shard registers for fast copies and direct reads.
         """
         return self._views.pages
+
+    def make_read_only(self) -> None:
+        """End what `writable` allowed. Raises: OSError."""
+        self._mapping.make_read_only()
 
     def holds(self, page: int) -> bool:
         """Whether the region has a page."""
         return page in self._slot_of
+
+    def peek(self, page: int) -> Tensor:
+        """A page in place, right or not: `[layout.num_bytes]` uint8."""
+        return self._views.pages[self._slot_of[page]]
+
+    def check_copies(self, pages: Sequence[int], copies: Tensor) -> list[int]:
+        """Check pages in copies of them, which may be on a device.
+
+        Args:
+            pages: numbers of pages that the region holds.
+            copies: `[len(pages), layout.num_bytes]` uint8.
+        Returns: those whose copy is not what was recorded; none is checked twice.
+        """
+        unchecked = [i for i, page in enumerate(pages) if not self._is_trusted[self._slot_of[page]]]
+        if not unchecked:
+            return []
+        wrong = []
+        for i, found in enumerate(page_checksums(copies).tolist()):
+            if found == self.checksum(pages[i]):
+                self._is_trusted[self._slot_of[pages[i]]] = True
+            elif i in unchecked:
+                wrong.append(pages[i])
+        return wrong
 
     def read(self, page: int) -> Tensor:
         """A page in place: `[layout.num_bytes]` uint8.
@@ -183,9 +223,8 @@ class MappedPool:
     def name_of(self, page: int) -> str:
         """What a page is called in messages."""
         layer, expert = self.directory.locate(page)
-        parallel = ParallelLayout(self._contents.rank, self._contents.world_size, self._contents.ep_size)
-        expert_id = parallel.ep_rank * self.directory.experts_per_layer[layer] + expert
-        return f"layer {layer}, expert {expert_id}: rank {parallel.rank}'s page"
+        expert_id = self.first_experts[layer] + expert
+        return f"layer {layer}, expert {expert_id}: rank {self._contents.rank}'s page"
 
 
 def _attach(region: PoolRegion, expected: PoolContents, *, writable: bool) -> SharedMapping:

@@ -113,8 +113,14 @@ class ExpertTraffic(Message, frozen=True):
     """Page uses served from the host pool or the checkpoint, staged or direct."""
     staged_bytes: int = 0
     """Bytes copied into staging slots."""
+    direct_bytes: int = 0
+    """Bytes of cold pages that were read in place; a page that many rows chose may cross the link more than once."""
     num_evictions: int = 0
     """Cold pages that lost their staging slot to another one."""
+    num_prefetched_useful: int = 0
+    """Cold page uses served from a page that was brought on a prediction."""
+    num_prefetched_wasted: int = 0
+    """Pages brought on a prediction that was wrong."""
     stall_s: float = 0.0
     """Time the computation waited for copies."""
     num_disk_reads: int = 0
@@ -323,6 +329,8 @@ class ShardStats(Message, frozen=True):
     """Those in resident slots."""
     num_host_pages: int
     """Those in the host pool."""
+    is_pool_pinned: bool | None
+    """Whether the GPU has the pool registered; None on a CPU."""
     layers: tuple[ExpertTraffic, ...]
     """Since start, layer by layer, drafts after the backbone."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Lock
 
 import torch
@@ -50,6 +50,8 @@ class PageReader:
     def __init__(self, pool: MappedPool, fill: FillPage) -> None:
         self.layout: PageLayout = pool.layout
         self.directory: PageDirectory = pool.directory
+        self.first_experts = pool.first_experts
+        """Global id of local expert 0, by layer."""
         self._pool = pool
         self._fill = fill
         self._repaired: dict[int, Tensor] = {}
@@ -73,6 +75,33 @@ class PageReader:
             return self._pool.read(page)
         except ExpertPageError as error:
             return self._repair(page, error)
+
+    def peek(self, page: int) -> Tensor:
+        """What `read` returns, unless the pool has the page: then as it is, for `check_copies`.
+
+        Raises: ExpertPageError.
+        """
+        return self._pool.peek(page) if self._is_in_pool(page) else self.read(page)
+
+    def check_copies(self, pages: Sequence[int], copies: Tensor) -> list[int]:
+        """Check copies of what `peek` returned; see MappedPool. Returns: pages whose copy is wrong."""
+        at = [i for i, page in enumerate(pages) if self._is_in_pool(page)]
+        if len(at) < len(pages):
+            copies = copies[at]
+        return self._pool.check_copies([pages[i] for i in at], copies)
+
+    def in_place(self, page: int) -> Tensor | None:
+        """A page where it lies in the pool, checked; None if there is no sound one."""
+        if not self._is_in_pool(page):
+            return None
+        try:
+            found = self.read(page)
+        except ExpertPageError:
+            return None
+        return None if page in self._repaired else found
+
+    def _is_in_pool(self, page: int) -> bool:
+        return self._pool.holds(page) and page not in self._repaired and page not in self._lost
 
     def _repair(self, page: int, damage: ExpertPageError) -> Tensor:
         try:

@@ -32,6 +32,8 @@ class RoutingCounter:
         self._experts_per_layer = tuple(experts_per_layer)
         shape = (2, len(self._experts_per_layer), max(self._experts_per_layer))
         self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._seen = torch.zeros_like(self._counts[0])
+        """What `take_chosen` has told."""
         self._num_tokens = [0, 0]
         self._phases: dict[int, Tensor] = {}
         """Phase of each row, `[num_rows]`, by the number of rows: all of a step's, or those of the decoder."""
@@ -57,6 +59,13 @@ class RoutingCounter:
             phase = self._phases[len(value)].unsqueeze(1)
             place = ((phase * num_layers + layer) * num_experts + value).flatten()
             self._counts.view(-1).scatter_add_(0, place, torch.ones_like(place))
+
+    def take_chosen(self) -> Tensor:
+        """Experts chosen since the last call: `[num_layers, max_experts]` bool, on the device."""
+        total = self._counts.sum(dim=0)
+        is_chosen = total > self._seen
+        self._seen = total
+        return is_chosen
 
     def profile(self, label: str) -> Profile:
         """What was counted since start, as a profile with one label."""

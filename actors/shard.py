@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from actors.expert_tiers import TieredExpertSource, create_expert_source
 from actors.host_pool import MappedPool, pool_contents
 from actors.messages import PoolRegion, ShardFailure, ShardStart, ShardStats
 from actors.page_reader import PageReader, fill_from
+from actors.pinned_memory import CudaDriver, PinError, PinnedMemory
 from actors.process_group import connect_store, join_group, leave_group, open_store
 from actors.routing_counter import RoutingCounter
 from actors.shard_loop import ShardLoop, StepRunner
@@ -22,6 +24,8 @@ from model.checkpoint import Checkpoint
 from model.parallel import Collectives, ParallelLayout
 from placement.plan import spread_evenly
 from placement.profile import Profile
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +81,18 @@ class Shard:
         # How much the region holds is the cache's choice; what it holds must be ours.
         max_host_pages = start.region.contents.max_host_pages
         expected = pool_contents(checkpoint.content_hash, text, layout, max_host_pages)
-        pool = MappedPool(start.region, expected, verify_checksums=start.verify_checksums)
+        pool = MappedPool(
+            start.region,
+            expected,
+            verify_checksums=start.verify_checksums,
+            writable=device.type == "cuda",
+        )
+        pinned = pin_pool(pool, device, allow_unpinned=config.allow_unpinned)
         pages = PageReader(pool, fill_from(checkpoint, layout, pool.directory))
         plan = spread_evenly(pool.directory.experts_per_layer, config.max_resident_pages)
-        experts = create_expert_source(pages, plan, config, device)
+        experts = create_expert_source(
+            pages, plan, config, device, can_read_pool=device.type == "cpu" or pinned is not None
+        )
         num_experts = [text.num_experts_of(layer) for layer in range(text.num_layers_with_drafts)]
         routing = RoutingCounter(checkpoint.content_hash, num_experts, device)
         context = ShardContext(config, checkpoint, layout, collectives, experts, routing, device)
@@ -93,6 +105,8 @@ class Shard:
             num_hot_pages=plan.num_hot,
             region=pool.region,
             num_host_pages=len(pool.pages),
+            pinned=pinned,
+            is_pool_pinned=None if device.type == "cpu" else pinned is not None,
         )
 
     def run(self) -> ShardFailure | None:
@@ -105,6 +119,8 @@ class Shard:
         failure = parts.loop.run()
         if failure is None:
             parts.experts.close()
+            if parts.pinned is not None:
+                parts.pinned.close()
             leave_group()
         return failure
 
@@ -125,6 +141,7 @@ class Shard:
             num_pages=parts.num_pages,
             num_hot_pages=parts.num_hot_pages,
             num_host_pages=parts.num_host_pages,
+            is_pool_pinned=parts.is_pool_pinned,
             layers=parts.experts.traffic_by_layer(),
         )
 
@@ -152,3 +169,25 @@ class _Parts:
     num_hot_pages: int
     region: PoolRegion
     num_host_pages: int
+    pinned: PinnedMemory | None
+    is_pool_pinned: bool | None
+
+
+def pin_pool(pool: MappedPool, device: torch.device, *, allow_unpinned: bool) -> PinnedMemory | None:
+    """Register a rank's pages with its GPU, after which this process cannot write them any more.
+
+    Returns: what to close at the end; None for a CPU, or if it failed and may.
+    Raises: PinError if it failed and may not.
+    """
+    if device.type == "cpu":
+        return None
+    torch.zeros(1, device=device)  # makes the context that the driver registers for
+    try:
+        pinned = PinnedMemory(pool.pages, CudaDriver())
+    except PinError as error:
+        if not allow_unpinned:
+            raise
+        logger.warning("copies will be slow: %s", error)
+        pinned = None
+    pool.make_read_only()
+    return pinned

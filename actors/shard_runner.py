@@ -66,7 +66,13 @@ class ShardRunner:
 
         Returns: one output per scheduled sequence, in order.
         """
-        batch, hidden = self.forward([_to_rows(s) for s in step.sequences])
+        is_decode = all(len(s.token_ids) == 1 and s.sampling is not None for s in step.sequences)
+        with self._experts.step(len(step.sequences) if is_decode else None, self._routing.take_chosen):
+            batch, hidden = self.forward([_to_rows(s) for s in step.sequences])
+            return self._sample(step, batch, hidden)
+
+    def _sample(self, step: StepInput, batch: ForwardBatch, hidden: Hidden) -> list[SequenceOutput]:
+        """Sample the sequences of a step that ask for it; waits for the device if there are any."""
         failures = self._experts.take_failures()
         for failure in failures:
             logger.error("step %d: %s", step.step_id, failure)

@@ -7,6 +7,7 @@ keep it when that process dies.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -15,6 +16,8 @@ import weakref
 from actors.messages import SharedSegment
 
 _FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_LIBC = ctypes.CDLL(None, use_errno=True)
+"""For a call that Python's library does not offer."""
 
 
 class AttachError(RuntimeError):
@@ -90,6 +93,15 @@ class SharedMapping:
         mapping = cls(memory, SharedSegment(pid=os.getpid(), fd=fd, num_bytes=num_bytes))
         mapping._close_fd = weakref.finalize(mapping, os.close, fd)
         return mapping
+
+    def make_read_only(self) -> None:
+        """Let this process write no more through this mapping, as if it had been attached so.
+
+        Raises: OSError.
+        """
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        if _LIBC.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(self.memory)), mmap.PROT_READ):
+            raise OSError(ctypes.get_errno(), "mprotect of shared memory failed")
 
     def close(self) -> None:
         """Let no one attach any more through this process; safe to call twice."""

@@ -6,7 +6,6 @@ import logging
 from typing import Literal
 
 from actors.config import ShardConfig
-from deployment.errors import SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -22,21 +21,14 @@ def resolve_device(config: ShardConfig, num_gpus: float) -> Device:
     Args:
         config: may leave the choice open.
         num_gpus: GPUs of the Ray cluster.
-    Raises: SettingsError for what the device cannot do.
     """
-    device: Device
     if config.device == "auto":
-        device = "cuda" if num_gpus >= config.world_size else "cpu"
+        device: Device = "cuda" if num_gpus >= config.world_size else "cpu"
         logger.info(
             "shards use %s: %g GPUs in the cluster, world_size %d", device, num_gpus, config.world_size
         )
-    else:
-        device = config.device
-    if device == "cuda" and config.staging == "direct":
-        raise SettingsError(
-            "shard.staging: direct reads the host pool in place, which is not registered with CUDA; set staged"
-        )
-    return device
+        return device
+    return config.device
 
 
 def placement_bundles(world_size: int, device: Device) -> list[dict[str, float]]:

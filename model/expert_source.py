@@ -33,11 +33,11 @@ class PageGroup:
 class ExpertSource(Protocol):
     """Serves one rank's pages, layer by layer.
 
-    Protocol: `stream` is called once per MoE layer and forward, in layer order, and its iterator is exhausted
-    before the next call. A yielded group's pages hold exactly their experts' bytes until the next group is asked for
-    or the iterator ends; copies for later groups run meanwhile. Every needed expert appears in exactly one group,
-    as one of its `experts` or as `failed`; groups come in any order, so what is computed must not depend on it.
-    `layer` counts draft stages after the backbone.
+    Protocol: in each MoE layer of a forward, in layer order, `in_place` first; if it gives nothing, `stream`, whose
+    iterator is exhausted before the next call. A yielded group's pages hold exactly their experts' bytes until the
+    next group is asked for or the iterator ends; copies for later groups run meanwhile. Every needed expert appears
+    in exactly one group, as one of its `experts` or as `failed`; groups come in any order, so what is computed must
+    not depend on it. `layer` counts draft stages after the backbone.
 
     A page that fails does not raise: the ranks of a forward have to go on together, with or without it.
     """
@@ -46,5 +46,22 @@ class ExpertSource(Protocol):
     def layout(self) -> PageLayout:
         """Byte layout of every page."""
 
+    def in_place(self, layer: int, num_rows: int) -> PageGroup | None:
+        """All pages of a layer at once, if they can be read where they are and that is right for so many rows.
+
+        Which experts are chosen plays no part, so the host need not know. The group holds until the next call.
+        """
+
     def stream(self, layer: int, experts: Sequence[int]) -> Iterator[PageGroup]:
         """Yield the pages of `experts` (local indices, ascending) in as many groups as the slots need."""
+
+    def wants_prediction(self, layer: int, num_rows: int) -> bool:
+        """Whether to call `predict` for a layer while the one before it is computed."""
+
+    def predict(self, layer: int, topk_idx: Tensor) -> None:
+        """Say what a layer may choose, after `in_place` for the one before it and before its experts are computed.
+
+        Args:
+            layer: the next one.
+            topk_idx: `[num_rows, num_topk]` int64, global expert ids. Wrong ones cost time, nothing else.
+        """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 
@@ -46,44 +48,65 @@ class MixtureOfExperts:
             and not numerics.quantize_expert_activations
         )
 
-    def forward(self, layer: int, weights: MoeWeights, x: Tensor) -> Tensor:
+    def forward(
+        self, layer: int, weights: MoeWeights, x: Tensor, following: MoeWeights | None = None
+    ) -> Tensor:
         """Routed experts plus shared expert.
 
         Args:
             layer: layer id, draft stages after the backbone.
             weights: router and shared expert.
             x: `[num_tokens, hidden]` bf16, normalised.
+            following: of the next layer, for a guess at what its router will choose; None if there is none.
         Returns: `[num_tokens, hidden]` bf16, complete on every rank; NaN for a token that needed a page which
             cannot be read.
         """
-        config, accumulate = self._config, self._numerics.accumulate
-        topk_idx, topk_weights = route(
-            x, weights.gate, weights.bias, config.num_topk_of(layer), config.routed_scaling_factor, accumulate
-        )
+        topk_idx, topk_weights = self._route(layer, weights, x)
         self._probe(layer, "topk_idx", topk_idx)
         self._probe(layer, "topk_weights", topk_weights)
-        routed = self._routed(layer, x, topk_idx, topk_weights)
+        in_place = self._experts.in_place(layer, len(x))
+        if following is not None and self._experts.wants_prediction(layer + 1, len(x)):
+            self._experts.predict(layer + 1, self._route(layer + 1, following, x)[0])
+        groups = self._stream(layer, topk_idx) if in_place is None else (in_place,)
+        routed = self._routed(layer, x, topk_idx, topk_weights, groups)
         shared = self._shared(weights, x)
         return self._combine(layer, routed, topk_idx, shared)
 
     def _local_experts(self, layer: int) -> range:
         return self._layout.local_experts(self._config.num_experts_of(layer))
 
-    def _routed(self, layer: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+    def _route(self, layer: int, weights: MoeWeights, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`topk_idx` and `topk_weights`, both `[num_tokens, num_topk]`."""
+        return route(
+            x,
+            weights.gate,
+            weights.bias,
+            self._config.num_topk_of(layer),
+            self._config.routed_scaling_factor,
+            self._numerics.accumulate,
+        )
+
+    def _stream(self, layer: int, topk_idx: Tensor) -> Iterator[PageGroup]:
+        """The pages of the chosen experts, group by group; waits for the routing."""
+        local = self._local_experts(layer)
+        chosen = torch.unique(topk_idx).tolist()
+        return self._experts.stream(layer, [expert - local.start for expert in chosen if expert in local])
+
+    def _routed(
+        self, layer: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, groups: Iterable[PageGroup]
+    ) -> Tensor:
         """This rank's part of every chosen expert's output: `[num_tokens, num_topk, hidden]`, accumulation type.
 
         Zero where the expert is another rank's. With the kernels bf16, and undefined there: they combine it, too.
         """
-        local = self._local_experts(layer)
-        chosen = torch.unique(topk_idx).tolist()
-        needed = [expert - local.start for expert in chosen if expert in local]
+        first = self._local_experts(layer).start
         shape = (*topk_idx.shape, x.shape[1])
         out = x.new_empty(shape) if self._use_kernels else topk_weights.new_zeros(shape)
-        for group in self._experts.stream(layer, needed):
+        for group in groups:
             self._multiply(layer, x, topk_idx, topk_weights, group, out)
             # NaN reaches the logits of exactly the sequences that needed the page, on every rank.
             for expert in group.failed:
-                out[topk_idx == local.start + expert] = torch.nan
+                out[topk_idx == first + expert] = torch.nan
         return out
 
     def _multiply(

@@ -145,7 +145,8 @@ class Transformer:
         ffn_mixes = self._mixes(weights.hc_ffn, stream)
         x = collapse(stream, attention_mixes.pre)
         x = rms_norm(x, weights.ffn_norm, self.config.rms_norm_eps, self.numerics.accumulate)
-        y = self.moe.forward(layer, weights.moe, x)
+        following = self.weights.layers[layer + 1].moe if layer + 1 < self.config.num_hidden_layers else None
+        y = self.moe.forward(layer, weights.moe, x, following)
         self._probe(layer, "moe_out", y)
         stream = expand(y, stream, ffn_mixes)
         self._probe(layer, "stream_out", stream)

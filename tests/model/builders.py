@@ -43,6 +43,15 @@ class PlainExpertSource:
                 fill_page(page, checkpoint, config, layout, layer, expert)
                 self._pages[-1].append(page.to(device))
 
+    def in_place(self, layer: int, num_rows: int) -> PageGroup | None:
+        return None
+
+    def wants_prediction(self, layer: int, num_rows: int) -> bool:
+        return False
+
+    def predict(self, layer: int, topk_idx: Tensor) -> None:
+        raise AssertionError("nobody asked")
+
     def stream(self, layer: int, experts: Sequence[int]) -> Iterator[PageGroup]:
         yield PageGroup(experts, (), torch.tensor([page.data_ptr() for page in self._pages[layer]]))
 

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from actors.config import ShardConfig
-from actors.expert_tiers import TieredExpertSource, create_expert_source, load_resident, split_groups
+from actors.expert_tiers import TieredExpertSource, create_expert_source, split_groups
 from actors.host_pool import HostPool, MappedPool
+from actors.in_place import find_in_place
+from actors.page_loading import load_pages
 from actors.staging import ColdPages, DirectPages, Fetched, StagedPages, ThreadCopier
 from kernels.reference.experts import view_memory
 from model.expert_source import ExpertPageError, PageGroup
@@ -82,9 +84,11 @@ class ScriptedCopy:
 
 def create_source(cold: ColdPages, plan: PlacementPlan, pool: MappedPool) -> TieredExpertSource:
     copier, pages = ThreadCopier(), create_reader(pool)
-    resident = load_resident(pages, plan, copier, CPU)
+    hot = [pages.directory.index(layer, e) for layer, hot in enumerate(plan.hot_experts) for e in hot]
+    resident = load_pages(pages, hot, copier, CPU)
     copier.close()
-    return TieredExpertSource(pages, plan, resident, cold)
+    in_place = find_in_place(pages, plan, resident, can_read_pool=False)
+    return TieredExpertSource(pages, plan, resident, cold, in_place)
 
 
 def create_staged_pages(

@@ -2,7 +2,6 @@ import pytest
 
 from actors.config import ShardConfig
 from deployment.bundles import placement_bundles, resolve_device, shard_bundle
-from deployment.errors import SettingsError
 
 
 @pytest.mark.parametrize(
@@ -18,12 +17,6 @@ from deployment.errors import SettingsError
 )
 def test_gpus_are_used_if_there_are_enough_unless_the_setting_says_otherwise(device, num_gpus, resolved):
     assert resolve_device(ShardConfig(world_size=4, device=device), num_gpus) == resolved
-
-
-def test_a_gpu_cannot_read_the_pool_in_place():
-    with pytest.raises(SettingsError, match=r"shard\.staging: direct"):
-        resolve_device(ShardConfig(world_size=2, staging="direct"), 2)
-    assert resolve_device(ShardConfig(world_size=2, staging="direct"), 1) == "cpu"
 
 
 def test_every_gpu_shard_has_a_bundle_with_one_gpu():
