@@ -170,6 +170,15 @@ class TieredExpertSource:
         self._read_in_place[layer] = True
         return PageGroup(experts=range(len(addresses)), failed=(), addresses=addresses)
 
+    def coldest_layer_in_place(self) -> int | None:
+        """Of the layers that can be read in place, that with the most cold pages; None if no cold page can be."""
+        cold = [
+            (len(addresses) - len(self._hot[layer]), -layer)
+            for layer, addresses in enumerate(self._in_place.addresses)
+            if addresses is not None and not self._in_place.is_resident[layer]
+        ]
+        return -max(cold)[1] if cold else None
+
     def wants_prediction(self, layer: int, num_rows: int) -> bool:
         """See ExpertSource."""
         return (

@@ -335,6 +335,13 @@ class ShardStats(Message, frozen=True):
     """Since start, layer by layer, drafts after the backbone."""
 
 
+class EngineHealth(Message, frozen=True):
+    """Whether an engine takes requests, and what its operator should know about it."""
+
+    is_alive: bool
+    warnings: list[str] = []
+
+
 class CacheStats(Message, frozen=True):
     """The expert cache's state, for operators."""
 

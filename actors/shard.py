@@ -15,9 +15,10 @@ from actors.expert_tiers import TieredExpertSource, create_expert_source
 from actors.host_pool import MappedPool, pool_contents
 from actors.messages import PoolRegion, ShardFailure, ShardStart, ShardStats
 from actors.page_reader import PageReader, fill_from
-from actors.pinned_memory import CudaDriver, PinError, PinnedMemory
+from actors.pinned_memory import CudaDriver, PinDriver, PinError, PinnedMemory
 from actors.process_group import connect_store, join_group, leave_group, open_store
 from actors.routing_counter import RoutingCounter
+from actors.rows_in_place import measure_rows_in_place
 from actors.shard_loop import ShardLoop, StepRunner
 from actors.step_channel import ShardEnd
 from model.checkpoint import Checkpoint
@@ -87,12 +88,17 @@ class Shard:
             verify_checksums=start.verify_checksums,
             writable=device.type == "cuda",
         )
-        pinned = pin_pool(pool, device, allow_unpinned=config.allow_unpinned)
+        pinned = None
+        if device.type == "cuda":
+            torch.zeros(1, device=device)  # makes the context that the driver registers for
+            pinned = pin_pool(pool, CudaDriver(), allow_unpinned=config.allow_unpinned)
         pages = PageReader(pool, fill_from(checkpoint, layout, pool.directory))
         plan = spread_evenly(pool.directory.experts_per_layer, config.max_resident_pages)
         experts = create_expert_source(
             pages, plan, config, device, can_read_pool=device.type == "cpu" or pinned is not None
         )
+        if device.type == "cuda" and config.staging == "auto":
+            experts.max_rows_in_place = measure_rows_in_place(experts, text, layout, device)
         num_experts = [text.num_experts_of(layer) for layer in range(text.num_layers_with_drafts)]
         routing = RoutingCounter(checkpoint.content_hash, num_experts, device)
         context = ShardContext(config, checkpoint, layout, collectives, experts, routing, device)
@@ -173,21 +179,18 @@ class _Parts:
     is_pool_pinned: bool | None
 
 
-def pin_pool(pool: MappedPool, device: torch.device, *, allow_unpinned: bool) -> PinnedMemory | None:
+def pin_pool(pool: MappedPool, driver: PinDriver, *, allow_unpinned: bool) -> PinnedMemory | None:
     """Register a rank's pages with its GPU, after which this process cannot write them any more.
 
-    Returns: what to close at the end; None for a CPU, or if it failed and may.
+    Returns: what to close at the end; None if it failed and may.
     Raises: PinError if it failed and may not.
     """
-    if device.type == "cpu":
-        return None
-    torch.zeros(1, device=device)  # makes the context that the driver registers for
+    pinned = None
     try:
-        pinned = PinnedMemory(pool.pages, CudaDriver())
+        pinned = PinnedMemory(pool.pages, driver)
     except PinError as error:
         if not allow_unpinned:
             raise
         logger.warning("copies will be slow: %s", error)
-        pinned = None
     pool.make_read_only()
     return pinned

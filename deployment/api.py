@@ -144,9 +144,10 @@ class _Api:
 
     async def check_health(self, request: Request) -> Response:
         """GET /health."""
-        if not await self._engine.is_healthy():
+        health = await self._engine.health()
+        if not health.is_alive:
             raise EngineDeadError("The engine is not running.")
-        return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "ok", "warnings": health.warnings})
 
     async def _read(self, request: Request, body_type: type[_R]) -> _R:
         body = await read_json(request, body_type, self._config.max_body_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 
 import ray
@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import get_current_placement_group
 
 from actors.expert_cache import start_expert_cache
-from actors.messages import AddRequest, EngineStats, RequestError, RequestOutput
+from actors.messages import AddRequest, EngineHealth, EngineStats, RequestError, RequestOutput, ShardStats
 from actors.names import CONTROL_GROUP, shard_name
 from deployment.cache_keeper import keep_expert_cache
 from deployment.containment import contain_replica
@@ -26,6 +26,16 @@ logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 10.0
 """For the core to end its shards in order; less than the deployment's graceful_shutdown_timeout_s."""
+
+
+def shard_warnings(stats: Sequence[ShardStats]) -> list[str]:
+    """What is wrong with shards that serve nevertheless."""
+    unpinned = [shard.rank for shard in stats if shard.is_pool_pinned is False]
+    if not unpinned:
+        return []
+    return [
+        f"the host pool is not registered with CUDA on ranks {unpinned}: cold expert pages are copied slowly"
+    ]
 
 
 class EngineReplica:
@@ -53,6 +63,7 @@ class EngineReplica:
         run = self._core.run.remote(spec, placement_group, namespace, cache, self._client.channel)
         self._watcher = asyncio.create_task(self._watch(run), name="watch-engine-core")
         await self._client.wait_until_ready()
+        self._warnings = shard_warnings(await self._shard_stats(spec.config.shard.world_size))
         self._keeper = asyncio.create_task(
             keep_expert_cache(cache, namespace, spec.config.shard.world_size), name="keep-expert-cache"
         )
@@ -73,9 +84,9 @@ class EngineReplica:
             gone = RequestError("unavailable", error.message)
             yield RequestOutput(request.request_id, finish_reason="error", error=gone)
 
-    async def is_alive(self) -> bool:
+    async def health(self) -> EngineHealth:
         """Whether the engine takes requests."""
-        return self._client.is_alive
+        return EngineHealth(self._client.is_alive, self._warnings)
 
     async def stats(self) -> EngineStats:
         """The engine's newest counts."""
@@ -86,6 +97,13 @@ class EngineReplica:
         shard = ray.get_actor(shard_name(0), self._namespace)
         profile: Profile = await shard.profile.options(concurrency_group=CONTROL_GROUP).remote(label)
         return profile
+
+    async def _shard_stats(self, world_size: int) -> list[ShardStats]:
+        shards = [ray.get_actor(shard_name(rank), self._namespace) for rank in range(world_size)]
+        stats: list[ShardStats] = await asyncio.gather(
+            *(shard.stats.options(concurrency_group=CONTROL_GROUP).remote() for shard in shards)
+        )
+        return stats
 
     async def check_health(self) -> None:
         """Raise if the engine is gone; Serve then replaces this replica."""

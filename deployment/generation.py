@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from actors.messages import AddRequest, RequestOutput, SampledToken
+from actors.messages import AddRequest, EngineHealth, RequestOutput, SampledToken
 from deployment.errors import ApiError, EngineDeadError, InternalError
 from deployment.http_errors import error_body, error_of_request, internal_error
 from deployment.openai_types import CompletionTokensDetails, Usage
@@ -41,7 +41,7 @@ class EngineHandle(Protocol):
     async def profile(self, label: str) -> Profile:
         """How often each expert was chosen since the engine started. Raises ApiError if the engine is gone."""
 
-    async def is_healthy(self) -> bool:
+    async def health(self) -> EngineHealth:
         """Whether the engine takes requests and makes progress."""
 
 

@@ -11,7 +11,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from actors.messages import AddRequest, RequestOutput
+from actors.messages import AddRequest, EngineHealth, RequestOutput
 from deployment.api import ModelFacts, build_api
 from deployment.containment import contain_replica
 from deployment.core_actor import EngineSpec
@@ -84,10 +84,11 @@ class ServeEngineHandle:
             raise EngineDeadError("The engine is not running.") from error
         return profile
 
-    async def is_healthy(self) -> bool:
+    async def health(self) -> EngineHealth:
         """See EngineHandle."""
         try:
             async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-                return bool(await self._handle.is_alive.remote())
+                health: EngineHealth = await self._handle.health.remote()
         except (RayError, RayServeException, TimeoutError):
-            return False
+            return EngineHealth(is_alive=False)
+        return health

@@ -1,13 +1,17 @@
 """Registration with CUDA: in chunks that cut no page, all or nothing, and undone in reverse."""
 
 import mmap
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.host_pool import MappedPool
 from actors.pinned_memory import PinError, PinnedMemory, chunks
+from actors.shard import pin_pool
+from tests.unit.actors.builders import create_contents, create_pool
 
 
 class FakeDriver:
@@ -78,3 +82,37 @@ def test_what_cannot_be_unregistered_does_not_keep_the_rest(caplog):
     pinned.close()
     assert not driver.registered
     assert "stay registered" in caplog.text
+
+
+def map_writable(pool) -> MappedPool:
+    return MappedPool(pool.region, pool.region.contents, writable=True)
+
+
+def is_writable(memory: torch.Tensor) -> bool:
+    """Whether the mapping that a tensor lies in may be written, as the kernel says."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(bound, 16) for bound in line.split()[0].split("-"))
+        if start <= memory.data_ptr() < end:
+            return "w" in line.split()[1]
+    raise AssertionError("not mapped")
+
+
+def test_a_pool_is_registered_as_a_whole_and_written_no_more():
+    pool, driver = create_pool(create_contents((5,))), FakeDriver()
+    mapped = map_writable(pool)
+    assert is_writable(mapped.pages)
+    pinned = pin_pool(mapped, driver, allow_unpinned=False)
+    assert driver.registered == {mapped.pages.data_ptr(): mapped.pages.nbytes}
+    assert not is_writable(mapped.pages)
+    assert torch.equal(mapped.read(3), pool.page(3))
+    pinned.close()
+
+
+def test_a_pool_that_cannot_be_registered_is_an_error_unless_that_is_allowed():
+    pool = create_pool(create_contents((5,)))
+    with pytest.raises(PinError, match="allow_unpinned"):
+        pin_pool(map_writable(pool), FakeDriver(0), allow_unpinned=False)
+    mapped = map_writable(pool)
+    assert pin_pool(mapped, FakeDriver(0), allow_unpinned=True) is None
+    assert not is_writable(mapped.pages)
+    assert torch.equal(mapped.read(3), pool.page(3))

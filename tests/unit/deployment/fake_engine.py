@@ -7,7 +7,15 @@ import httpx
 import msgspec
 from starlette.applications import Starlette
 
-from actors.messages import AddRequest, FinishReason, RequestError, RequestOutput, SampledToken, TokenLogprob
+from actors.messages import (
+    AddRequest,
+    EngineHealth,
+    FinishReason,
+    RequestError,
+    RequestOutput,
+    SampledToken,
+    TokenLogprob,
+)
 from deployment.api import ModelFacts, build_api
 from deployment.config import ApiConfig
 from deployment.errors import EngineDeadError
@@ -31,6 +39,7 @@ class FakeEngine:
     def __init__(self, script: Sequence[Step] = ()) -> None:
         self.script = list(script)
         self.is_alive = True
+        self.warnings: list[str] = []
         self.requests: list[AddRequest] = []
         self.num_played = 0
         """Steps played, over all requests."""
@@ -56,8 +65,8 @@ class FakeEngine:
         phase = PhaseProfile(num_tokens=3, counts=((2, 1), (0, 3)))
         return Profile(VERSION, "model", {label: 6}, phase, phase)
 
-    async def is_healthy(self) -> bool:
-        return self.is_alive
+    async def health(self) -> EngineHealth:
+        return EngineHealth(self.is_alive, self.warnings)
 
 
 def create_script(

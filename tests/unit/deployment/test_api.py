@@ -440,7 +440,9 @@ async def test_models_are_listed_and_retrieved():
 async def test_health_is_the_engines():
     engine = create_engine()
     async with create_http_client(create_app(engine)) as client:
-        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/health")).json() == {"status": "ok", "warnings": []}
+        engine.warnings = ["the pool is slow"]
+        assert (await client.get("/health")).json()["warnings"] == ["the pool is slow"]
         engine.is_alive = False
         response = await client.get("/health")
     assert response.status_code == 503
