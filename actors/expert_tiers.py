@@ -38,7 +38,7 @@ def create_expert_source(
     config: ShardConfig,
     device: torch.device,
     *,
-    can_read_pool: bool = True,
+    is_pinned: bool = False,
 ) -> TieredExpertSource:
     """Load the plan's hot pages into device slots and read the others when they are needed.
 
@@ -47,9 +47,10 @@ def create_expert_source(
         plan: which are hot.
         config: how cold ones are read.
         device: that computes.
-        can_read_pool: whether it reads the host pool in place: a CPU does, a GPU if the pool is pinned.
+        is_pinned: whether the pool is registered with CUDA, so that a GPU reads it in place; a CPU does anyway.
     Raises: ExpertPageError if a hot page is corrupt; ValueError if pages cannot be read as `config` wants.
     """
+    can_read_pool = device.type == "cpu" or is_pinned
     if config.staging == "direct" and not can_read_pool:
         raise ValueError(
             "shard.staging is direct, but the host pool is not registered with CUDA; set staged or auto"

@@ -89,6 +89,7 @@ class PinnedMemory:
 
     def __init__(self, pages: Tensor, driver: PinDriver, max_chunk_bytes: int = MAX_CHUNK_BYTES) -> None:
         self._driver = driver
+        self._pages: Tensor | None = pages  # stays mapped as long as it is registered
         self._registered: list[int] = []
         start = time.perf_counter()
         for address, num_bytes in chunks(pages, max_chunk_bytes):
@@ -117,6 +118,7 @@ class PinnedMemory:
                 self._driver.unregister(self._registered.pop())
             except PinError as error:
                 logger.error("expert pages stay registered: %s", error)
+        self._pages = None
 
 
 def chunks(pages: Tensor, max_chunk_bytes: int) -> Iterator[tuple[int, int]]:

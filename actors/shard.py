@@ -94,9 +94,7 @@ class Shard:
             pinned = pin_pool(pool, CudaDriver(), allow_unpinned=config.allow_unpinned)
         pages = PageReader(pool, fill_from(checkpoint, layout, pool.directory))
         plan = spread_evenly(pool.directory.experts_per_layer, config.max_resident_pages)
-        experts = create_expert_source(
-            pages, plan, config, device, can_read_pool=device.type == "cpu" or pinned is not None
-        )
+        experts = create_expert_source(pages, plan, config, device, is_pinned=pinned is not None)
         if device.type == "cuda" and config.staging == "auto":
             experts.max_rows_in_place = measure_rows_in_place(experts, text, layout, device)
         num_experts = [text.num_experts_of(layer) for layer in range(text.num_layers_with_drafts)]

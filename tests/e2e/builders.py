@@ -14,6 +14,7 @@ from actors.expert_tiers import TieredExpertSource, create_expert_source
 from actors.host_pool import HostPool, MappedPool, pool_contents
 from actors.messages import AddRequest, SamplingParams, StepInput, StepOutput
 from actors.page_reader import PageReader, fill_from
+from actors.pinned_memory import CudaDriver, PinnedMemory
 from actors.routing_counter import RoutingCounter
 from actors.shard_runner import ShardRunner
 from deployment.config import SchedulerConfig
@@ -31,6 +32,8 @@ from placement.plan import PlacementPlan, spread_evenly
 
 CPU = torch.device("cpu")
 ONE_RANK = ParallelLayout()
+_PINNED: list[PinnedMemory] = []
+"""Pools of runners on a GPU, registered until the process ends."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,13 @@ def create_runner(
 ) -> tuple[ShardRunner, TieredExpertSource]:
     """A rank over `model` with its own caches and device slots."""
     config = model.checkpoint.config.text_config
-    mapped = MappedPool(model.pool.region, model.pool.region.contents)
-    plan = plan or spread_evenly(mapped.directory.experts_per_layer, shard.max_resident_pages)
     device = model.weights.norm.device
+    mapped = MappedPool(model.pool.region, model.pool.region.contents, writable=device.type == "cuda")
+    if device.type == "cuda":
+        _PINNED.append(PinnedMemory(mapped.pages, CudaDriver()))
+    plan = plan or spread_evenly(mapped.directory.experts_per_layer, shard.max_resident_pages)
     pages = PageReader(mapped, fill_from(model.checkpoint, ONE_RANK, mapped.directory))
-    experts = create_expert_source(pages, plan, shard, device)
+    experts = create_expert_source(pages, plan, shard, device, is_pinned=device.type == "cuda")
     geometry = CacheGeometry(limits.max_num_seqs, limits.num_blocks, limits.block_size)
     num_experts = [config.num_experts_of(layer) for layer in range(config.num_layers_with_drafts)]
     routing = RoutingCounter(model.checkpoint.content_hash, num_experts, device)

@@ -38,6 +38,7 @@ def test_residency_and_staging_change_no_token_on_a_gpu(tiny_checkpoints: dict[s
     ]
     expected = run(create_engine(model, Numerics()), requests)
     for resident in (0, 17, 40):
-        shard = ShardConfig(world_size=1, staging="staged", num_staging_slots=4)
-        engine = create_engine(model, Numerics(), shard, spread_evenly(counts, resident))
-        assert run(engine, requests) == expected, f"{resident=}"
+        for staging in ("staged", "direct"):
+            shard = ShardConfig(world_size=1, staging=staging, num_staging_slots=4)
+            engine = create_engine(model, Numerics(), shard, spread_evenly(counts, resident))
+            assert run(engine, requests) == expected, f"{resident=} {staging=}"

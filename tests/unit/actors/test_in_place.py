@@ -144,15 +144,10 @@ def test_a_layer_with_a_page_on_disk_or_damaged_is_not_read_in_place():
     source.close()
 
 
-def test_reading_in_place_what_the_device_cannot_read_is_refused():
+def test_reading_in_place_what_a_gpu_cannot_read_is_refused():
+    plan, config = PlacementPlan(((), (), (), ())), ShardConfig(staging="direct")
     with pytest.raises(ValueError, match="direct"):
-        create_expert_source(
-            create_reader(map_pool(OWNER)),
-            PlacementPlan(((), (), (), ())),
-            ShardConfig(staging="direct"),
-            CPU,
-            can_read_pool=False,
-        )
+        create_expert_source(create_reader(map_pool(OWNER)), plan, config, torch.device("cuda"))
 
 
 @given(st.lists(CHOICES, max_size=5), PLANS, st.lists(st.booleans(), min_size=4, max_size=4))
