@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import IntEnum, auto
 from typing import Final
 
 
-class SlotState(Enum):
+class SlotState(IntEnum):
     """What a slot's bytes mean."""
 
     FREE = auto()
@@ -140,7 +140,7 @@ class ExpertSlots:
 
     def _move(self, slot: int, state: SlotState) -> None:
         current = self._slots[slot].state
-        assert state in _MOVES[current], f"{slot=}: {current} -> {state}"
+        assert state in _MOVES[current], f"{slot=}: {current!r} -> {state!r}"
         self._slots[slot].state = state
 
 

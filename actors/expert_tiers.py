@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from actors.address_table import AddressTable
 from actors.config import ShardConfig
+from actors.group_stream import GroupStream
 from actors.in_place import InPlaceLayers, find_in_place
 from actors.messages import ExpertTraffic
 from actors.page_loading import check_pages, load_pages
@@ -24,7 +22,7 @@ from actors.page_uses import PageUses
 from actors.prefetch_trial import PrefetchTrial
 from actors.staging import ColdPages, Copier, DirectPages, StagedPages, create_copier
 from kernels.formats import PageLayout
-from model.expert_source import ExpertPageError, PageGroup
+from model.expert_source import PageGroup
 from placement.plan import PlacementPlan
 
 _STAGING_BYTES: Final = 256 * 2**20
@@ -96,15 +94,10 @@ def _create_prefetcher(
 class TieredExpertSource:
     """The ExpertSource of one rank; that protocol says what callers may rely on.
 
-    A layer's hot experts are the first group, which waits for nothing. The cold ones follow in ascending order,
-    in groups of at most half as many pages as can be fetched at once: while one group computes, the pages of the
-    next are on their way.
+    Steps of up to `max_rows_in_place` rows read the layers that allow it in place; others, and layers with a page on
+    disk or a damaged one, get their pages group by group.
 
-    A step of up to `max_rows_in_place` rows reads the layers that allow it in place instead, without groups.
-
-    Invariants:
-    - a group is yielded after all its pages were joined, and they are released when the caller comes back;
-    - the address of a hot expert never changes.
+    Invariant: the address of a hot expert never changes.
 
     Args:
         pages: of the rank.
@@ -127,27 +120,24 @@ class TieredExpertSource:
         max_rows_in_place: float = 0,
     ) -> None:
         self._reader = pages
-        self._directory = pages.directory
-        self._hot = [frozenset(hot) for hot in plan.hot_experts]
-        self._resident = resident  # keeps the memory that the table points to
-        self._cold = cold
+        self._num_hot = [len(hot) for hot in plan.hot_experts]
+        self._resident = resident  # keeps the memory that addresses point to
         self._in_place = in_place
         self._prefetcher = prefetcher
         self._trial = PrefetchTrial()
         self._is_prefetching = False
         self.max_rows_in_place = max_rows_in_place
         """Steps of more rows stage the cold pages. May change between two steps."""
-        self._table = AddressTable(pages.directory.experts_per_layer, resident.device)
-        slots = iter(resident)
-        for layer, hot in enumerate(plan.hot_experts):
-            self._table.update(layer, {expert: next(slots).data_ptr() for expert in hot})
+        self._groups = GroupStream(pages.directory, plan, resident, cold)
         self._uses = PageUses(pages.first_experts, in_place.is_cold, pages.directory.experts_per_layer)
         self._read_in_place = [False] * len(plan.hot_experts)
         """Layers that were, in this step."""
-        self._layers = [_Counts() for _ in plan.hot_experts]
         self._reported = ExpertTraffic()
-        self._failures: list[str] = []
-        self._last: Generator[PageGroup, None, None] | None = None
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether steps may prefetch at all."""
+        return self._prefetcher is not None
 
     @property
     def layout(self) -> PageLayout:
@@ -156,10 +146,7 @@ class TieredExpertSource:
 
     def stream(self, layer: int, experts: Sequence[int]) -> Iterator[PageGroup]:
         """See ExpertSource."""
-        if self._last is not None:
-            self._last.close()  # a forward that failed between two groups still holds pages
-        self._last = self._stream(layer, split_groups(experts, self._hot[layer], self._cold.max_fetched // 2))
-        return self._last
+        return self._groups.stream(layer, experts)
 
     def in_place(self, layer: int, num_rows: int) -> PageGroup | None:
         """See ExpertSource."""
@@ -174,7 +161,7 @@ class TieredExpertSource:
     def coldest_layer_in_place(self) -> int | None:
         """Of the layers that can be read in place, that with the most cold pages; None if no cold page can be."""
         cold = [
-            (len(addresses) - len(self._hot[layer]), -layer)
+            (len(addresses) - self._num_hot[layer], -layer)
             for layer, addresses in enumerate(self._in_place.addresses)
             if addresses is not None and not self._in_place.is_resident[layer]
         ]
@@ -236,7 +223,7 @@ class TieredExpertSource:
                 stall_s=counts.stall_s,
             )
             for counts, uses, num_disk_reads in zip(
-                self._layers, self._uses.by_layer(), self._reader.num_disk_reads, strict=True
+                self._groups.counts, self._uses.by_layer(), self._reader.num_disk_reads, strict=True
             )
         )
 
@@ -248,94 +235,8 @@ class TieredExpertSource:
 
     def take_failures(self) -> list[str]:
         """Which pages could not be read, and why, since the last call."""
-        failures, self._failures = self._failures, []
-        return failures
+        return self._groups.take_failures()
 
     def close(self) -> None:
         """End the copies; safe to call twice."""
-        if self._last is not None:
-            self._last.close()
-        self._cold.close()
-
-    def _stream(self, layer: int, groups: Sequence[Group]) -> Generator[PageGroup, None, None]:
-        ahead = deque(groups)
-        fetched: set[int] = set()
-        failed: set[int] = set()
-        try:
-            for group in groups:
-                while ahead and len(fetched) + len(ahead[0].cold) <= self._cold.max_fetched:
-                    pages = self._pages(layer, ahead.popleft())
-                    self._fetch(layer, pages)
-                    fetched.update(pages)
-                failed |= self._join(layer, group)
-                yield self._page_group(layer, group, failed)
-                for page in fetched.intersection(self._pages(layer, group)):
-                    self._cold.release(page)
-                    fetched.remove(page)
-        finally:
-            for page in fetched:
-                self._cold.release(page)
-
-    def _fetch(self, layer: int, pages: Sequence[int]) -> None:
-        """Begin to make pages readable."""
-        fetched = self._cold.fetch(pages)
-        self._layers[layer].staged_bytes += fetched.num_bytes
-        self._layers[layer].num_evictions += fetched.num_evictions
-
-    def _join(self, layer: int, group: Group) -> set[int]:
-        """Wait for a group's cold pages and enter their addresses. Returns: pages that failed."""
-        start = time.perf_counter()
-        addresses: dict[int, int] = {}
-        failed: set[int] = set()
-        for expert in group.cold:
-            page = self._directory.index(layer, expert)
-            try:
-                addresses[expert] = self._cold.join(page)
-            except ExpertPageError as error:
-                self._failures.append(str(error))
-                failed.add(page)
-        counts = self._layers[layer]
-        counts.stall_s += time.perf_counter() - start
-        counts.num_cold += len(group.cold)
-        counts.num_hot += len(group.experts) - len(group.cold)
-        self._table.update(layer, addresses)
-        return failed
-
-    def _page_group(self, layer: int, group: Group, failed: Container[int]) -> PageGroup:
-        lost = tuple(e for e in group.cold if self._directory.index(layer, e) in failed)
-        return PageGroup(
-            experts=tuple(e for e in group.experts if e not in lost),
-            failed=lost,
-            addresses=self._table.row(layer),
-        )
-
-    def _pages(self, layer: int, group: Group) -> list[int]:
-        return [self._directory.index(layer, expert) for expert in group.cold]
-
-
-@dataclass(slots=True)
-class _Counts:
-    """A layer's uses that the host knows of."""
-
-    num_hot: int = 0
-    num_cold: int = 0
-    staged_bytes: int = 0
-    num_evictions: int = 0
-    stall_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Experts of one layer that are computed together."""
-
-    experts: tuple[int, ...]
-    cold: tuple[int, ...]
-    """Those of `experts` that are not resident."""
-
-
-def split_groups(experts: Sequence[int], hot: Container[int], max_cold: int) -> list[Group]:
-    """The hot ones of `experts` as one group, then the cold ones, in order, `max_cold` at a time."""
-    cold = [expert for expert in experts if expert not in hot]
-    groups = [tuple(cold[i : i + max_cold]) for i in range(0, len(cold), max_cold)]
-    resident = tuple(expert for expert in experts if expert in hot)
-    return [*([Group(resident, ())] if resident else []), *(Group(group, group) for group in groups)]
+        self._groups.close()

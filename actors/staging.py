@@ -7,13 +7,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 from actors.expert_slots import ExpertSlots, SlotState
 from model.expert_source import ExpertPageError
+
+_BATCH: Final = 8
+"""Pages whose copies are started together."""
 
 ReadPage = Callable[[int], Tensor]
 """Bytes of a page in host memory. Raises ExpertPageError if it is corrupt or cannot be read."""
@@ -76,7 +79,7 @@ class _ThreadCopy:
 
 
 class CudaCopier:
-    """CUDA: copies on a stream of its own, ordered with the computing stream by events.
+    """CUDA: copies on streams of its own, ordered with the computing stream by events.
 
     `start` and `join` are called by the thread that computes, with its stream as the current one. `join` never makes
     the host wait; `start` does while a source is not registered with CUDA (6.5 GB/s, H200, PCIe 5.0 x16).
@@ -84,7 +87,8 @@ class CudaCopier:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # While one stream's copy ends, the other's is under way: small pages leave no gaps between them.
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def start(self, reads: Sequence[Callable[[], Tensor]], targets: Sequence[Tensor]) -> Sequence[Copy]:
         """See Copier."""
@@ -101,16 +105,20 @@ class CudaCopier:
                 readable.append(target)
                 copies.append(batch)
         # Whatever reads the targets' old bytes was enqueued before now, so this event comes after all of it.
-        self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
-        with torch.cuda.stream(self._stream):
-            # One call for all: a copy from Python takes as long as the link needs for 400 KB.
-            torch._foreach_copy_(readable, sources, non_blocking=True)
-        batch.done = self._stream.record_event()
+        last_read = torch.cuda.current_stream(self._device).record_event()
+        for i, stream in enumerate(self._streams[: len(readable)]):
+            stream.wait_event(last_read)
+            with torch.cuda.stream(stream):
+                # One call for all: a copy from Python takes as long as the link needs for 400 KB.
+                step = len(self._streams)
+                torch._foreach_copy_(readable[i::step], sources[i::step], non_blocking=True)
+            batch.done.append(stream.record_event())
         return copies
 
     def close(self) -> None:
         """See Copier."""
-        self._stream.synchronize()
+        for stream in self._streams:
+            stream.synchronize()
 
 
 class _CudaBatch:
@@ -118,13 +126,12 @@ class _CudaBatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.done: torch.cuda.Event | None = None
-        """None once the computing stream waits for it."""
+        self.done: list[torch.cuda.Event] = []
+        """That the computing stream does not wait for yet."""
 
     def join(self) -> None:
-        if self.done is not None:
-            torch.cuda.current_stream(self._device).wait_event(self.done)
-            self.done = None
+        while self.done:
+            torch.cuda.current_stream(self._device).wait_event(self.done.pop())
 
 
 class _FailedCopy:
@@ -201,16 +208,20 @@ class StagedPages:
     def fetch(self, pages: Sequence[int]) -> Fetched:
         """See ColdPages. A page that is in a slot already, or on its way to one, is not copied again."""
         num_evictions = self._slots.num_evictions
+        num_copies = 0
+        # A few at a time: the first ones cross the link while the others are looked up.
+        for start in range(0, len(pages), _BATCH):
+            num_copies += self._start(pages[start : start + _BATCH])
+        return Fetched(num_copies * self._memory.shape[1], self._slots.num_evictions - num_evictions)
+
+    def _start(self, pages: Sequence[int]) -> int:
+        """Pin pages and start the copies of those that have no slot. Returns: how many."""
         leases = [(page, self._slots.acquire(page)) for page in pages]
         missing = [(page, self._targets[lease.slot]) for page, lease in leases if lease.must_load]
-        if not missing:
-            return Fetched()
         reads = [partial(self._read_page, page) for page, _ in missing]
         copies = self._copier.start(reads, [target for _, target in missing])
         self._copies.update({page: copy for (page, _), copy in zip(missing, copies, strict=True)})
-        return Fetched(
-            len(missing) * self._memory.shape[1], num_evictions=self._slots.num_evictions - num_evictions
-        )
+        return len(missing)
 
     def join(self, page: int) -> int:
         """See ColdPages."""

@@ -10,7 +10,8 @@ turns; a run walks over layers, so that what a slot held for one of them is gone
 - `resident`: nothing is cold. `staged`: cold pages are copied into slots ahead of the product. `direct`: read in place.
 - `copies`: only the copies of `staged`, all of a layer at once.
 - `direct_gap`, `prefetched`: `direct`, with 150 us between layers for what else a layer computes, without and with a
-  prefetch of the next layer's pages on a prediction of which 71 % is right (design section 10).
+  prefetch of the next layer's pages on a prediction of which 71 % is right (design section 10); where a page fits in
+  the default of `prefetch_mib`.
 
 Times are for one layer, host included. `overlap` is 1 - (staged - resident) / copies; `times_bound` is the time over
 the larger of resident and what the copy ceiling allows for the layer's cold pages. `reload` is what a shard does after
@@ -52,7 +53,7 @@ from placement.plan import PlacementPlan
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_TOPK, LIMIT = 6, 10.0
 COLD_SHARE, RECALL, GAP_US = 0.3, 0.71, 150
-NUM_LAYERS = 4
+NUM_LAYERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +350,7 @@ def measure(case: Case, rounds: int, ceiling: float) -> list[dict[str, object]]:
         "direct": case.direct,
         "copies": case.copies,
     }
-    if DEVICE.type == "cuda" and len(case.x) <= 128:
+    if case.layers.direct.prefetches and len(case.x) <= 128:
         arms |= {"direct_gap": case.direct_gap, "prefetched": case.prefetched}
     times: dict[str, list[float]] = {name: [] for name in arms}
     for round_ in range(rounds + 1):

@@ -31,7 +31,7 @@ def test_every_kernel_reads_the_pages_of_its_group(num_resident, num_slots, slow
     owner, pool, pinned = create_pinned_pool(is_pinned=is_pinned)
     plan = spread_evenly(EXPERTS_PER_LAYER, num_resident)
     copier = CudaCopier(device)
-    slow_stream = torch.cuda.current_stream() if slow == "kernels" else copier._stream
+    slow_stream = torch.cuda.current_stream() if slow == "kernels" else copier._streams[0]
     memory = torch.zeros(num_slots, pool.layout.num_bytes, dtype=torch.uint8, device=device)
     reader = create_reader(pool)
     resident = load_pages(reader, hot_pages(plan, pool), copier, device)
@@ -49,7 +49,7 @@ def test_every_kernel_reads_the_pages_of_its_group(num_resident, num_slots, slow
                     torch.cuda._sleep(SLOW)
                 for expert in group.experts:
                     # From the host's copy of the table: reading the device's would wait for the device.
-                    address = source._table._known[layer][expert]
+                    address = source._groups._table._known[layer][expert]
                     addresses.append((address, group.addresses[expert].clone()))
                     page = view_memory(address, pool.layout.num_bytes, device)
                     pages.append((pool.directory.index(layer, expert), page.clone()))

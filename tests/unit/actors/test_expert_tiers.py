@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from actors.config import ShardConfig
-from actors.expert_tiers import TieredExpertSource, create_expert_source, split_groups
+from actors.expert_tiers import TieredExpertSource, create_expert_source
+from actors.group_stream import split_groups
 from actors.host_pool import HostPool, MappedPool
 from actors.in_place import find_in_place
 from actors.page_loading import load_pages
@@ -109,8 +110,10 @@ PLANS = st.tuples(*(st.sets(st.sampled_from(experts)) for experts in ALL_EXPERTS
     lambda hot: PlacementPlan(tuple(tuple(sorted(experts)) for experts in hot))
 )
 FORWARDS = st.lists(
-    st.tuples(*(st.sets(st.sampled_from(experts)).map(sorted) for experts in ALL_EXPERTS)), max_size=4
+    st.tuples(*(st.just(experts) | st.sets(st.sampled_from(experts)).map(sorted) for experts in ALL_EXPERTS)),
+    max_size=4,
 )
+"""Layers that need all of their experts, as in a prefill, and others."""
 
 
 @given(PLANS, FORWARDS, st.integers(2, 7), st.randoms(use_true_random=False))
@@ -198,6 +201,41 @@ def test_traffic_counts_what_was_read_from_the_checkpoint():
     assert source.take_traffic().num_disk_reads == 0
     assert [layer.num_disk_reads for layer in source.traffic_by_layer()] == [3, 0, 0, 0]
     assert [layer.num_cold for layer in source.traffic_by_layer()] == [6, 0, 1, 0]
+    source.close()
+
+
+def test_a_layer_that_needs_every_page_is_followed_by_pages_of_the_next_one_in_every_free_slot():
+    pool, rng = map_pool(shared_pool()), random.Random(0)
+    copier = ScriptedCopier(rng)
+    source = create_source(create_staged_pages(pool, copier, num_slots=6), NOTHING_HOT, pool)
+
+    def copied() -> list[int]:
+        return [layer.staged_bytes // pool.layout.num_bytes for layer in source.traffic_by_layer()]
+
+    list(source.stream(0, ALL_EXPERTS[0]))
+    list(source.stream(2, ALL_EXPERTS[2]))
+    assert copied() == [6, 0, 9, 0]
+    list(source.stream(0, ALL_EXPERTS[0]))
+    assert copied()[2] == 9 + 6, "what came after layer 0 last time"
+    for group in source.stream(2, ALL_EXPERTS[2]):
+        assert_group_holds_its_pages(group, 2, pool)
+    assert copied()[2] == 9 + 9
+    list(source.stream(0, ALL_EXPERTS[0]))
+    streamed = [e for group in source.stream(3, ALL_EXPERTS[3]) for e in group.experts]
+    assert streamed == ALL_EXPERTS[3], "another layer than last time"
+    source.close()
+
+
+def test_a_layer_that_needs_few_pages_brings_none_of_the_next_one():
+    pool = map_pool(shared_pool())
+    source = create_source(
+        create_staged_pages(pool, ScriptedCopier(random.Random(0)), num_slots=9), NOTHING_HOT, pool
+    )
+    for _ in range(3):
+        list(source.stream(0, [0, 4]))
+        list(source.stream(2, [1]))
+    traffic = source.take_traffic()
+    assert traffic.staged_bytes <= 3 * 3 * pool.layout.num_bytes
     source.close()
 
 

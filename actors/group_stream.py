@@ -1,0 +1,190 @@
+"""GroupStream: a layer's pages group by group, while copies for later groups and the next layer are under way."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection, Container, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+
+from actors.address_table import AddressTable
+from actors.page_directory import PageDirectory
+from actors.staging import ColdPages
+from model.expert_source import ExpertPageError, PageGroup
+from placement.plan import PlacementPlan
+
+_ENOUGH: Final = 7 / 8
+"""Of a layer's cold pages: who needs so many will need most of the next layer's, too."""
+
+
+@dataclass(slots=True)
+class GroupCounts:
+    """One layer's pages and copies since start."""
+
+    num_hot: int = 0
+    num_cold: int = 0
+    staged_bytes: int = 0
+    num_evictions: int = 0
+    stall_s: float = 0.0
+
+
+class GroupStream:
+    """What `ExpertSource.stream` is made of; that protocol says what callers may rely on.
+
+    A layer's hot experts are the first group, which waits for nothing. The cold ones follow, in groups of at most half
+    as many pages as can be fetched at once: while one group computes, the pages of the next are on their way. A layer
+    that needs nearly all of its cold pages (a prefill) is followed by one that does: what room its last groups leave
+    is filled with pages of the layer that came after it last time, so that the link never waits for a routing.
+
+    Invariants:
+    - a group is yielded after all its pages were joined, and they are released when the caller comes back;
+    - pages that were fetched for a layer ahead of its `stream` are released by the next `stream` at the latest.
+
+    Args:
+        directory: of the rank's pages.
+        plan: which experts are hot.
+        resident: `[plan.num_hot, page_bytes]` uint8, the hot pages, layer by layer.
+        cold: every other page.
+    """
+
+    def __init__(
+        self, directory: PageDirectory, plan: PlacementPlan, resident: Tensor, cold: ColdPages
+    ) -> None:
+        self._directory = directory
+        self._hot = [frozenset(hot) for hot in plan.hot_experts]
+        self._cold_experts = [
+            tuple(e for e in range(count) if e not in hot)
+            for count, hot in zip(directory.experts_per_layer, self._hot, strict=True)
+        ]
+        self._cold = cold
+        self._table = AddressTable(directory.experts_per_layer, resident.device)
+        slots = iter(resident.unbind())
+        for layer, hot in enumerate(plan.hot_experts):
+            self._table.update(layer, {expert: next(slots).data_ptr() for expert in hot})
+        self.counts = [GroupCounts() for _ in plan.hot_experts]
+        """By layer."""
+        self._failures: list[str] = []
+        self._running: Generator[PageGroup, None, None] | None = None
+        self._last_layer: int | None = None
+        self._next_layer: dict[int, int] = {}
+        """Which layer was streamed after each one, the last time."""
+        self._ahead: tuple[int, list[int]] = (0, [])
+        """A layer that was not streamed yet, and those of its experts whose pages are fetched."""
+
+    def stream(self, layer: int, experts: Sequence[int]) -> Iterator[PageGroup]:
+        """See ExpertSource."""
+        if self._running is not None:
+            self._running.close()  # a forward that failed between two groups still holds pages
+        if self._last_layer is not None and self._last_layer < layer:
+            self._next_layer[self._last_layer] = layer
+        self._last_layer = layer
+        ahead = self._take_ahead(layer, experts)
+        groups = split_groups(experts, self._hot[layer], self._cold.max_fetched // 2, ahead)
+        self._running = self._stream(layer, groups, ahead)
+        return self._running
+
+    def take_failures(self) -> list[str]:
+        """Which pages could not be read, and why, since the last call."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def close(self) -> None:
+        """End the copies; safe to call twice."""
+        if self._running is not None:
+            self._running.close()
+        self._take_ahead(0, ())
+        self._cold.close()
+
+    def _stream(
+        self, layer: int, groups: Sequence[Group], ahead: Collection[int]
+    ) -> Generator[PageGroup, None, None]:
+        to_fetch = deque(tuple(e for e in group.cold if e not in ahead) for group in groups)
+        held = set(ahead)
+        needs_most = sum(len(group.cold) for group in groups) >= _ENOUGH * len(self._cold_experts[layer])
+        try:
+            for group in groups:
+                while to_fetch and len(held) + len(to_fetch[0]) <= self._cold.max_fetched:
+                    experts = to_fetch.popleft()
+                    self._fetch(layer, experts)
+                    held.update(experts)
+                if not to_fetch and needs_most:
+                    self._fetch_ahead(layer, self._cold.max_fetched - len(held))
+                failed = self._join(layer, group)
+                yield PageGroup(
+                    experts=tuple(e for e in group.experts if e not in failed),
+                    failed=tuple(failed),
+                    addresses=self._table.row(layer),
+                )
+                self._release(layer, group.cold)
+                held.difference_update(group.cold)
+            if needs_most:
+                self._fetch_ahead(layer, self._cold.max_fetched)
+        finally:
+            self._release(layer, held)
+
+    def _fetch(self, layer: int, experts: Sequence[int]) -> None:
+        """Begin to make pages readable."""
+        fetched = self._cold.fetch([self._directory.index(layer, e) for e in experts])
+        self.counts[layer].staged_bytes += fetched.num_bytes
+        self.counts[layer].num_evictions += fetched.num_evictions
+
+    def _fetch_ahead(self, layer: int, room: int) -> None:
+        """Begin to make pages of the next layer readable, at most `room` with those that are."""
+        following = self._next_layer.get(layer)
+        if following is None:
+            return
+        experts = self._ahead[1]
+        more = self._cold_experts[following][len(experts) : room]
+        self._fetch(following, more)
+        self._ahead = (following, [*experts, *more])
+
+    def _take_ahead(self, layer: int, experts: Collection[int]) -> tuple[int, ...]:
+        """Experts of a layer whose pages were fetched ahead; others that were are released."""
+        (ahead_layer, fetched), self._ahead = self._ahead, (0, [])
+        kept = tuple(e for e in fetched if ahead_layer == layer and e in experts)
+        self._release(ahead_layer, [e for e in fetched if ahead_layer != layer or e not in kept])
+        return kept
+
+    def _release(self, layer: int, experts: Collection[int]) -> None:
+        for expert in experts:
+            self._cold.release(self._directory.index(layer, expert))
+
+    def _join(self, layer: int, group: Group) -> list[int]:
+        """Wait for a group's cold pages and enter their addresses. Returns: experts whose page failed."""
+        start = time.perf_counter()
+        addresses: dict[int, int] = {}
+        failed: list[int] = []
+        for expert in group.cold:
+            try:
+                addresses[expert] = self._cold.join(self._directory.index(layer, expert))
+            except ExpertPageError as error:
+                self._failures.append(str(error))
+                failed.append(expert)
+        counts = self.counts[layer]
+        counts.stall_s += time.perf_counter() - start
+        counts.num_cold += len(group.cold)
+        counts.num_hot += len(group.experts) - len(group.cold)
+        self._table.update(layer, addresses)
+        return failed
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Experts of one layer that are computed together."""
+
+    experts: tuple[int, ...]
+    cold: tuple[int, ...]
+    """Those of `experts` that are not resident."""
+
+
+def split_groups(
+    experts: Sequence[int], hot: Container[int], max_cold: int, first: Collection[int] = ()
+) -> list[Group]:
+    """The hot ones of `experts` as one group, then the cold ones, `max_cold` at a time, those in `first` first."""
+    cold = [*first, *(expert for expert in experts if expert not in hot and expert not in first)]
+    groups = [tuple(cold[i : i + max_cold]) for i in range(0, len(cold), max_cold)]
+    resident = tuple(expert for expert in experts if expert in hot)
+    return [*([Group(resident, ())] if resident else []), *(Group(group, group) for group in groups)]
