@@ -308,6 +308,8 @@ class ShardStart(Message, frozen=True):
     region: PoolRegion
     verify_checksums: bool
     channel: StepChannel
+    hot_experts: tuple[tuple[int, ...], ...] | None
+    """Local experts that are hot, by layer; None: as `max_resident_pages` says."""
 
 
 class ShardStats(Message, frozen=True):

@@ -20,7 +20,7 @@ from actors.shard_loop import ShardLoop, StepRunner
 from actors.step_channel import ShardEnd
 from model.checkpoint import Checkpoint
 from model.parallel import Collectives, ParallelLayout
-from placement.plan import spread_evenly
+from placement.plan import PlacementPlan, spread_evenly
 from placement.profile import Profile
 
 
@@ -79,7 +79,10 @@ class Shard:
         expected = pool_contents(checkpoint.content_hash, text, layout, max_host_pages)
         pool = MappedPool(start.region, expected, verify_checksums=start.verify_checksums)
         pages = PageReader(pool, fill_from(checkpoint, layout, pool.directory))
-        plan = spread_evenly(pool.directory.experts_per_layer, config.max_resident_pages)
+        if start.hot_experts is None:
+            plan = spread_evenly(pool.directory.experts_per_layer, config.max_resident_pages)
+        else:
+            plan = PlacementPlan(start.hot_experts)
         experts = create_expert_source(pages, plan, config, device)
         num_experts = [text.num_experts_of(layer) for layer in range(text.num_layers_with_drafts)]
         routing = RoutingCounter(checkpoint.content_hash, num_experts, device)

@@ -56,7 +56,7 @@ class ShardRunner:
     ) -> None:
         self.transformer = transformer
         self._experts = experts
-        self._routing = routing
+        self.routing = routing
         self._geometry = geometry
         self._device = device
 
@@ -82,7 +82,7 @@ class ShardRunner:
     def forward(self, sequences: Sequence[SequenceRows]) -> tuple[ForwardBatch, Hidden]:
         """Run the rows of all sequences of a step through the model."""
         batch = ForwardBatch.build(sequences, self.transformer.config, self._geometry, self._device)
-        self._routing.begin_step(batch, [len(sequence.token_ids) for sequence in sequences])
+        self.routing.begin_step(batch, [len(sequence.token_ids) for sequence in sequences])
         return batch, self.transformer.forward(batch)
 
 
