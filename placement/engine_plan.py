@@ -126,7 +126,7 @@ class Assumptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     labels: dict[str, _Count]
     """Tokens of the profile, by workload."""
     num_tokens: _Count
-    """Of the profile."""
+    """Of the profile. An expert that none of them chose counts as one that no row chooses."""
     num_rows: _Positive
     """Rows of a step in every layer, drafts included."""
     rows: Literal["independent"]

@@ -130,7 +130,7 @@ def create_plan(
     max_hot = budget_bytes // layout.page_bytes - num_staging_slots
     if max_hot < 0:
         raise PlanError(
-            f"{_gib(budget_bytes)} for each rank's pages have no room for {num_staging_slots} staging slots of "
+            f"{_size(budget_bytes)} for each rank's pages have no room for {num_staging_slots} staging slots of "
             f"{layout.page_bytes} bytes: raise the budget or take fewer slots"
         )
     rates = choice_rates(counts, [model.num_topk_of(layer) for layer in range(len(counts))])
@@ -169,8 +169,8 @@ def budget_of_offload(layout: ExpertLayout, offload_bytes: int, num_staging_slot
     num_cold = -(-offload_bytes // layout.page_bytes)
     if num_cold > layout.num_rank_pages:
         raise PlanError(
-            f"{_gib(offload_bytes)} of each rank's pages cannot be cold: it has "
-            f"{_gib(layout.num_rank_pages * layout.page_bytes)}"
+            f"{_size(offload_bytes)} of each rank's pages cannot be cold: it has "
+            f"{_size(layout.num_rank_pages * layout.page_bytes)}"
         )
     return (layout.num_rank_pages - num_cold + num_staging_slots) * layout.page_bytes
 
@@ -255,16 +255,16 @@ def describe(plan: EnginePlan) -> Iterable[str]:
     yield f"model {plan.model_hash}, world size {layout.world_size}, ep size {layout.ep_size}, arm {plan.arm}"
     yield (
         f"each rank: {memory.num_hot_pages} hot pages of {memory.num_pool_pages}, {layout.page_bytes} bytes each: "
-        f"{_gib(memory.hot_bytes)}, and {plan.num_staging_slots} staging slots: {_gib(memory.staging_bytes)}, "
-        f"of {_gib(plan.budget_bytes)}; host pool: {_gib(memory.pool_bytes)}"
+        f"{_size(memory.hot_bytes)}, and {plan.num_staging_slots} staging slots: {_size(memory.staging_bytes)}, "
+        f"of {_size(plan.budget_bytes)}; host pool: {_size(memory.pool_bytes)}"
     )
     if plan.adaptation is not None:
         yield f"adaptation: {msgspec.json.encode(plan.adaptation).decode()}"
     labels = ", ".join(f"{label}: {num_tokens}" for label, num_tokens in sorted(basis.labels.items()))
     yield f"assumed: {basis.num_tokens} profiled tokens ({labels}), {basis.num_rows} independent rows a step"
     yield (
-        f"expected: hit rate {expected.hit_rate:.1%}, {_gib(expected.cold_bytes)} cold a step on all ranks, "
-        f"{_gib(max(expected.cold_bytes_by_rank))} on the busiest"
+        f"expected: hit rate {expected.hit_rate:.1%}, {_size(expected.cold_bytes)} cold a step on all ranks, "
+        f"{_size(max(expected.cold_bytes_by_rank))} on the busiest"
     )
     for layer, (num_experts, of_layer) in enumerate(
         zip(layout.experts_per_layer, expected.layers, strict=True)
@@ -321,8 +321,8 @@ def _bytes_of(option: str, gib: float) -> int:
     return int(gib * 2**30)
 
 
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.2f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:.2f} GiB"
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ def test_an_offload_leaves_at_least_as_much_cold():
     layout = ExpertLayout.of(create_model(), 4, 2)
     for offload_bytes, num_cold in ((0, 0), (1, 1), (layout.page_bytes, 1), (layout.page_bytes + 1, 2)):
         assert budget_of_offload(layout, offload_bytes, 3) == (6 - num_cold + 3) * layout.page_bytes
-    with pytest.raises(PlanError, match=r"1\.00 GiB of each rank's pages cannot be cold: it has 0\.00 GiB"):
+    with pytest.raises(PlanError, match=r"1\.00 GiB of each rank's pages cannot be cold: it has 0\.15 MiB"):
         budget_of_offload(layout, 2**30, 3)
 
 
@@ -200,7 +200,7 @@ def test_the_command_line_writes_and_shows_a_plan(
     main([*command, *options, *config, "--arm", "static", "--offload-gib", str(3 * page_gib), "--show"])
     assert load(out) == create_small_plan()
     shown = capsys.readouterr().out
-    assert "each rank: 3 hot pages of 6, 26112 bytes each" in shown
+    assert "each rank: 3 hot pages of 6, 26112 bytes each: 0.07 MiB" in shown
     assert "assumed: 10 profiled tokens (code: 10), 6 independent rows a step" in shown
     assert "expected: hit rate 86.4%" in shown
     assert "layer 1: 3 of 4 hot, hit rate 95.0%" in shown
