@@ -58,7 +58,8 @@ class ExpertCacheConfig(BaseModel):
 
     max_host_pages: int | None = Field(default=None, ge=0)
     """Expert pages of each rank that the host pool holds; the others are read from the checkpoint's files whenever
-    they are needed and not resident. Unset: all, if host memory has room for them."""
+    they are needed and not resident. Pages that `placement_plan` makes hot are the first that are left out. Unset:
+    all, if host memory has room for them."""
     num_load_threads: int = Field(default=2, ge=1)
     """Threads that read expert pages from the checkpoint into the pool at start."""
     verify_checksums: bool = True

@@ -286,6 +286,8 @@ class PoolContents(Message, frozen=True):
     """Local experts of each layer, drafts after the backbone."""
     max_host_pages: int | None = None
     """How many of the rank's pages the region holds; `placement.plan.host_experts` says which. None: all."""
+    hot_pages: bytes = b""
+    """If that is a choice: bit `i % 8` of byte `i // 8` says that a plan makes page i hot. Empty without a plan."""
 
 
 class PoolRegion(Message, frozen=True):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -75,8 +76,12 @@ class Shard:
         checkpoint = Checkpoint.open(Path(start.checkpoint))
         text = checkpoint.config.text_config
         # How much the region holds is the cache's choice; what it holds must be ours.
-        max_host_pages = start.region.contents.max_host_pages
-        expected = pool_contents(checkpoint.content_hash, text, layout, max_host_pages)
+        held = start.region.contents
+        expected = msgspec.structs.replace(
+            pool_contents(checkpoint.content_hash, text, layout),
+            max_host_pages=held.max_host_pages,
+            hot_pages=held.hot_pages,
+        )
         pool = MappedPool(start.region, expected, verify_checksums=start.verify_checksums)
         pages = PageReader(pool, fill_from(checkpoint, layout, pool.directory))
         if start.hot_experts is None:

@@ -72,17 +72,34 @@ def spread_evenly(experts_per_layer: Sequence[int], max_resident_pages: int | No
     return PlacementPlan(tuple(tuple(range(n)) for n in _even_shares(experts_per_layer, max_resident_pages)))
 
 
-def host_experts(experts_per_layer: Sequence[int], max_host_pages: int | None) -> tuple[tuple[int, ...], ...]:
-    """Which pages the host pool holds if not all: the same share of every layer, its last experts.
+def host_experts(
+    experts_per_layer: Sequence[int], max_host_pages: int | None, plan: PlacementPlan | None = None
+) -> HotSet:
+    """Which pages the host pool holds if not all: cold ones before hot ones, which are the last to need it.
 
-    The first ones are those that `spread_evenly` makes hot; they are the last to need the pool.
+    Where not all of a kind have room, it is the same share of every layer, the last experts: `spread_evenly` makes the
+    first ones hot.
 
     Args:
         experts_per_layer: local experts of each layer, at least one in all.
         max_host_pages: bound of their number; None means no bound.
+        plan: which pages are hot; None: not known.
     """
-    shares = _even_shares(experts_per_layer, max_host_pages)
-    return tuple(tuple(range(n - share, n)) for n, share in zip(experts_per_layer, shares, strict=True))
+    hot = [()] * len(experts_per_layer) if plan is None else plan.hot_experts
+    cold = [
+        tuple(e for e in range(n) if e not in h)
+        for n, h in zip(experts_per_layer, map(frozenset, hot), strict=True)
+    ]
+    num_cold = sum(map(len, cold))
+    held_cold = _last_shares(cold, max_host_pages)
+    held_hot = _last_shares(hot, None if max_host_pages is None else max(0, max_host_pages - num_cold))
+    return tuple(tuple(sorted(c + h)) for c, h in zip(held_cold, held_hot, strict=True))
+
+
+def _last_shares(layers: Sequence[tuple[int, ...]], max_pages: int | None) -> HotSet:
+    """The same share of every layer, its last experts, `max_pages` in all or every page."""
+    shares = _even_shares([len(experts) for experts in layers], max_pages)
+    return tuple(experts[len(experts) - share :] for experts, share in zip(layers, shares, strict=True))
 
 
 def _even_shares(experts_per_layer: Sequence[int], max_pages: int | None) -> list[int]:
@@ -90,7 +107,9 @@ def _even_shares(experts_per_layer: Sequence[int], max_pages: int | None) -> lis
     num_pages = sum(experts_per_layer)
     num_taken = num_pages if max_pages is None else min(max_pages, num_pages)
     # Rounding the running total, not each share, spends the bound exactly.
-    ends = [num_before * num_taken // num_pages for num_before in accumulate(experts_per_layer, initial=0)]
+    ends = [
+        num_before * num_taken // max(1, num_pages) for num_before in accumulate(experts_per_layer, initial=0)
+    ]
     return [end - start for start, end in pairwise(ends)]
 
 

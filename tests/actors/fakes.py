@@ -76,6 +76,7 @@ class FakeCore:
         checkpoint: Path,
         config: ShardConfig,
         plan: EnginePlan | None = None,
+        max_host_pages: int | None = None,
     ) -> None:
         self._placement_group = placement_group
         self._namespace = namespace
@@ -87,7 +88,8 @@ class FakeCore:
             namespace=namespace,
             checkpoint=checkpoint,
             shard=config,
-            config=ExpertCacheConfig(),
+            config=ExpertCacheConfig(max_host_pages=max_host_pages),
+            plan=plan,
         )
         self._executor = self.start()
 

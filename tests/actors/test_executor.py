@@ -87,7 +87,8 @@ def test_shards_read_their_pages_from_the_cache_and_add_up_over_all_ranks(
 ):
     world_size, ep_size = config.world_size, config.ep_size or config.world_size
     plan = random_plan(tiny_checkpoint, world_size, ep_size, num_hot=20) if is_planned else None
-    core = FakeCore(group, "test-steps", tiny_checkpoint, config, plan)
+    max_host_pages = 30 if is_planned else None
+    core = FakeCore(group, "test-steps", tiny_checkpoint, config, plan, max_host_pages)
     expected = expected_sum(tiny_checkpoint, world_size, ep_size)
     for step_id in range(3):
         output = core.execute(create_step(step_id))
@@ -98,6 +99,7 @@ def test_shards_read_their_pages_from_the_cache_and_add_up_over_all_ranks(
     assert (stats.rank, stats.num_hot_pages) == (last, 20)
     if plan is not None:
         assert plan.of_rank(0) != plan.of_rank(last)
+        assert stats.num_host_pages == 30
         assert [layer.num_hot for layer in stats.layers] == [3 * len(hot) for hot in plan.of_rank(last)]
     processes = [OtherProcess(pid) for pid in core.shard_pids()]
     core.shutdown()

@@ -9,10 +9,16 @@ import msgspec
 import pytest
 import torch
 
-from actors.host_pool import HostPool, MappedPool
+from actors.host_pool import HostPool, MappedPool, pool_contents
 from actors.messages import PoolRegion
+from actors.page_directory import PageDirectory
 from actors.shared_memory import AttachError
+from model.config import ModelConfig
+from model.expert_pages import local_experts_per_layer
 from model.expert_source import ExpertPageError
+from model.parallel import ParallelLayout
+from model.tiny import tiny_config
+from placement.plan import PlacementPlan
 from tests.unit.actors.builders import create_contents, create_pool, map_pool
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -115,3 +121,20 @@ def test_a_view_of_a_page_keeps_the_memory_mapped():
     del pool
     gc.collect()
     assert torch.equal(page, expected)
+
+
+def test_a_bounded_region_leaves_out_the_hot_pages_of_a_plan_first_and_tells_who_maps_it():
+    model = ModelConfig.model_validate(tiny_config()["text_config"])
+    parallel = ParallelLayout(1, 2, 2)
+    plan = PlacementPlan(tuple((0, 3) if layer % 3 else (1,) for layer in range(12)) + ((0,), (), (1,)))
+    directory = PageDirectory(local_experts_per_layer(model, parallel))
+    hot = {directory.index(layer, e) for layer, experts in enumerate(plan.hot_experts) for e in experts}
+    num_cold = directory.num_pages - plan.num_hot
+    pool = create_pool(pool_contents("0123", model, parallel, num_cold, plan))
+    assert {page for page in range(directory.num_pages) if not pool.holds(page)} == hot
+    mapped = map_pool(pool)
+    assert [mapped.holds(page) for page in range(directory.num_pages)] == [
+        pool.holds(page) for page in range(directory.num_pages)
+    ]
+    # What holds every page does not depend on a plan, so an engine with another one can take it over.
+    assert pool_contents("0123", model, parallel, None, plan) == pool_contents("0123", model, parallel)

@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 
 from model.tiny import tiny_config
 from placement.engine_plan import Adaptation, ExpertLayout, PlanError, check, load
-from placement.plan import budget_of_offload, create_plan, main, spread_evenly
+from placement.plan import (
+    PlacementPlan,
+    budget_of_offload,
+    create_plan,
+    host_experts,
+    main,
+    spread_evenly,
+)
 from placement.profile import save as save_profile
 from tests.unit.placement.builders import (
     SMALL,
@@ -42,6 +49,33 @@ def test_equal_layers_differ_by_one_page_at_most(num_experts, num_layers, max_re
 def test_without_a_bound_every_page_is_hot(experts_per_layer):
     plan = spread_evenly(experts_per_layer, None)
     assert plan.hot_experts == tuple(tuple(range(count)) for count in experts_per_layer)
+
+
+@settings(deadline=None)
+@given(
+    LAYERS.flatmap(
+        lambda layers: st.tuples(*(st.sets(st.integers(0, n - 1)) for n in layers)).map(
+            lambda hot: (layers, hot)
+        )
+    ),
+    st.integers(0, 60),
+)
+def test_a_bounded_pool_holds_cold_pages_before_hot_ones(layers_and_hot, max_host_pages):
+    experts_per_layer, hot = layers_and_hot
+    plan = PlacementPlan(tuple(tuple(sorted(experts)) for experts in hot))
+    held = host_experts(experts_per_layer, max_host_pages, plan)
+    assert sum(map(len, held)) == min(max_host_pages, sum(experts_per_layer))
+    num_hot_held = sum(len(hot_experts.intersection(h)) for hot_experts, h in zip(hot, held, strict=True))
+    num_cold = sum(experts_per_layer) - plan.num_hot
+    assert num_hot_held == max(0, min(max_host_pages, sum(experts_per_layer)) - num_cold)
+    for experts, num_experts in zip(held, experts_per_layer, strict=True):
+        assert list(experts) == sorted(set(experts))
+        assert set(experts) <= set(range(num_experts))
+    assert host_experts(experts_per_layer, None, plan) == host_experts(experts_per_layer, None)
+
+
+def test_without_a_plan_a_bounded_pool_holds_the_last_experts_of_every_layer():
+    assert host_experts((4, 4, 2), 5) == ((2, 3), (2, 3), (1,))
 
 
 COUNTS = st.lists(st.lists(st.integers(0, 50), min_size=4, max_size=4), min_size=3, max_size=3).filter(
