@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class ShardConfig(BaseModel):
@@ -24,7 +25,11 @@ class ShardConfig(BaseModel):
     expert_activations: Literal["bf16", "fp8"] = "bf16"
     """Activations that enter the expert products. `fp8` rounds them as the reference implementation does."""
     max_resident_pages: int | None = Field(default=None, ge=0)
-    """Expert pages kept in device slots per rank; the rest are cold and stream from the host pool. Unset: all."""
+    """Expert pages kept in device slots per rank, the same share of every layer; the rest are cold and stream from
+    the host pool. Unset: all, or what `placement_plan` says."""
+    placement_plan: Path | None = None
+    """File of `python -m placement.plan` that says which expert pages are hot, in place of `max_resident_pages`. It
+    must be made for the checkpoint, `world_size` and `ep_size`, with room for `num_staging_slots`."""
     staging: Literal["auto", "staged", "direct"] = "auto"
     """Cold pages: `staged` copies them into slots ahead of their use, `direct` reads them in the host pool. `auto`
     takes what is faster for the rows of a step, as measured at start (GPU), or `staged` (CPU)."""
@@ -46,6 +51,15 @@ class ShardConfig(BaseModel):
     step_timeout_s: float = Field(default=300.0, gt=0)
     """A step without a reply for this long declares the shards dead."""
 
+    @model_validator(mode="after")
+    def _check_hot_pages(self) -> ShardConfig:
+        if self.placement_plan is not None and self.max_resident_pages is not None:
+            raise ValueError(
+                f"placement_plan = {self.placement_plan} and max_resident_pages = {self.max_resident_pages} both say "
+                "which pages are hot: set one of them"
+            )
+        return self
+
 
 class ExpertCacheConfig(BaseModel):
     """Settings of the ExpertCache and its shared host pool."""
@@ -54,7 +68,8 @@ class ExpertCacheConfig(BaseModel):
 
     max_host_pages: int | None = Field(default=None, ge=0)
     """Expert pages of each rank that the host pool holds; the others are read from the checkpoint's files whenever
-    they are needed and not resident. Unset: all, if host memory has room for them."""
+    they are needed and not resident. Pages that `placement_plan` makes hot are the first that are left out. Unset:
+    all, if host memory has room for them."""
     num_load_threads: int = Field(default=2, ge=1)
     """Threads that read expert pages from the checkpoint into the pool at start."""
     verify_checksums: bool = True

@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.config import ExpertCacheConfig, ShardConfig
 from actors.messages import CacheStats, PoolRegion
 from actors.names import CONTROL_GROUP, EXPERT_CACHE
+from placement.engine_plan import EnginePlan
 
 if TYPE_CHECKING:
     from actors.pool_loader import PoolLoader
@@ -26,6 +27,7 @@ def start_expert_cache(
     checkpoint: Path,
     shard: ShardConfig,
     config: ExpertCacheConfig,
+    plan: EnginePlan | None = None,
 ) -> ActorHandle:
     """Start the actor in bundle 0 of an engine's placement group; it ends with the process that calls this.
 
@@ -35,12 +37,13 @@ def start_expert_cache(
         checkpoint: folder.
         shard: world and expert layout.
         config: of the cache.
+        plan: which pages are hot in the shards, if that is known.
     Returns: the actor; `load` is the first thing to call.
     """
     actor_class = ray.remote(num_cpus=0, max_restarts=-1, concurrency_groups={CONTROL_GROUP: 1})(ExpertCache)
     bundle = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=0)
     named = actor_class.options(name=EXPERT_CACHE, namespace=namespace, scheduling_strategy=bundle)
-    return named.remote(checkpoint, shard, config)
+    return named.remote(checkpoint, shard, config, plan)
 
 
 class ExpertCache:
@@ -52,11 +55,14 @@ class ExpertCache:
     watches it hands the regions back with `adopt`.
     """
 
-    def __init__(self, checkpoint: Path, shard: ShardConfig, config: ExpertCacheConfig) -> None:
+    def __init__(
+        self, checkpoint: Path, shard: ShardConfig, config: ExpertCacheConfig, plan: EnginePlan | None
+    ) -> None:
         logging.basicConfig(level=logging.INFO)
         self._checkpoint = checkpoint
         self._shard = shard
         self._config = config
+        self._plan = plan
         self._loader: PoolLoader | None = None
 
     def load(self) -> list[PoolRegion]:
@@ -86,6 +92,7 @@ class ExpertCache:
                 self._shard.ep_size or self._shard.world_size,
                 self._config.num_load_threads,
                 self._config.max_host_pages,
+                self._plan,
             )
         return self._loader
 

@@ -8,7 +8,7 @@ FREE ──acquire──> LOADING ──finish_load──> READY
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from enum import IntEnum, auto
 from typing import Final
@@ -56,7 +56,8 @@ class ExpertSlots:
     def __init__(self, num_slots: int) -> None:
         self._slots = [_Slot() for _ in range(num_slots)]
         self._slot_of: dict[int, int] = {}
-        self._free = list(range(num_slots))
+        self._free = deque(range(num_slots))
+        """Taken from the left: pages that come one after the other get slots side by side."""
         self._evictable: OrderedDict[int, None] = OrderedDict()
         """Slots that are READY and not pinned, released longest ago first."""
         self.num_evictions = 0
@@ -127,7 +128,7 @@ class ExpertSlots:
             assert self._evictable, f"every slot is loading or pinned: {self._slots}"
             self._free_slot(next(iter(self._evictable)))
             self.num_evictions += 1
-        return self._free.pop()
+        return self._free.popleft()
 
     def _free_slot(self, slot: int) -> None:
         page = self._slots[slot].page

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -19,15 +18,12 @@ from actors.page_loading import check_pages, load_pages
 from actors.page_prefetch import MAX_PAIRS, PagePrefetcher
 from actors.page_reader import PageReader
 from actors.page_uses import PageUses
+from actors.pinned_memory import PinnedMemory
 from actors.prefetch_trial import PrefetchTrial
 from actors.staging import ColdPages, Copier, DirectPages, StagedPages, create_copier
 from kernels.formats import PageLayout
 from model.expert_source import PageGroup
-from placement.plan import PlacementPlan
-
-_STAGING_BYTES: Final = 256 * 2**20
-"""Of the staging ring, unless its slots are set."""
-_MIN_STAGING_SLOTS: Final = 8
+from placement.plan import MIN_STAGING_SLOTS, PlacementPlan, default_num_staging_slots
 
 
 def create_expert_source(
@@ -36,7 +32,7 @@ def create_expert_source(
     config: ShardConfig,
     device: torch.device,
     *,
-    is_pinned: bool = False,
+    pinned: PinnedMemory | None = None,
 ) -> TieredExpertSource:
     """Load the plan's hot pages into device slots and read the others when they are needed.
 
@@ -45,15 +41,15 @@ def create_expert_source(
         plan: which are hot.
         config: how cold ones are read.
         device: that computes.
-        is_pinned: whether the pool is registered with CUDA, so that a GPU reads it in place; a CPU does anyway.
+        pinned: the pool, if it is registered with CUDA, so that a GPU reads it in place; a CPU does anyway.
     Raises: ExpertPageError if a hot page is corrupt; ValueError if pages cannot be read as `config` wants.
     """
-    can_read_pool = device.type == "cpu" or is_pinned
+    can_read_pool = device.type == "cpu" or pinned is not None
     if config.staging == "direct" and not can_read_pool:
         raise ValueError(
             "shard.staging is direct, but the host pool is not registered with CUDA; set staged or auto"
         )
-    copier = create_copier(device)
+    copier = create_copier(device, pinned)
     hot = [pages.directory.index(layer, e) for layer, hot in enumerate(plan.hot_experts) for e in hot]
     resident = load_pages(pages, hot, copier, device)
     reads_in_place = (
@@ -75,9 +71,11 @@ def _create_cold_pages(
     if config.staging == "direct" and device.type == "cpu":
         copier.close()
         return DirectPages(pages.read, pages.directory.num_pages)
-    fitting = max(_MIN_STAGING_SLOTS, _STAGING_BYTES // pages.layout.num_bytes)
-    num_slots = config.num_staging_slots or min(fitting, 2 * max(pages.directory.experts_per_layer))
-    memory = torch.empty(max(2, num_slots), pages.layout.num_bytes, dtype=torch.uint8, device=device)
+    largest_layer = max(pages.directory.experts_per_layer)
+    num_slots = config.num_staging_slots or default_num_staging_slots(pages.layout.num_bytes, largest_layer)
+    if config.staging == "direct":
+        num_slots = MIN_STAGING_SLOTS  # for layers with a page that cannot be read in place
+    memory = torch.empty(num_slots, pages.layout.num_bytes, dtype=torch.uint8, device=device)
     return StagedPages(memory, pages.read, copier)
 
 

@@ -26,7 +26,7 @@ from model.config import ModelConfig
 from model.expert_pages import local_experts_per_layer, page_layout
 from model.expert_source import ExpertPageError
 from model.parallel import ParallelLayout
-from placement.plan import host_experts
+from placement.plan import PlacementPlan, host_experts
 
 _BLOCK: Final = 4096
 _IS_COMPLETE: Final = _BLOCK // 8 - 1
@@ -34,7 +34,11 @@ _IS_COMPLETE: Final = _BLOCK // 8 - 1
 
 
 def pool_contents(
-    model_hash: str, config: ModelConfig, parallel: ParallelLayout, max_host_pages: int | None = None
+    model_hash: str,
+    config: ModelConfig,
+    parallel: ParallelLayout,
+    max_host_pages: int | None = None,
+    plan: PlacementPlan | None = None,
 ) -> PoolContents:
     """What the region of one rank has to hold.
 
@@ -43,8 +47,11 @@ def pool_contents(
         config: its dimensions.
         parallel: the rank.
         max_host_pages: bound of the pages in it.
+        plan: of the rank; its hot pages are the first that are left out, and apart from the others.
     """
     layout = page_layout(config, parallel)
+    directory = PageDirectory(local_experts_per_layer(config, parallel))
+    hot_pages = b"" if plan is None else hot_page_bits(plan, directory)
     return PoolContents(
         model_hash=model_hash,
         rank=parallel.rank,
@@ -52,9 +59,25 @@ def pool_contents(
         ep_size=parallel.ep_size,
         hidden_size=layout.hidden_size,
         intermediate_size=layout.intermediate_size,
-        experts_per_layer=local_experts_per_layer(config, parallel),
+        experts_per_layer=directory.experts_per_layer,
         max_host_pages=max_host_pages,
+        hot_pages=hot_pages,
     )
+
+
+def hot_page_bits(plan: PlacementPlan, directory: PageDirectory) -> bytes:
+    """`PoolContents.hot_pages` of a plan."""
+    hot = [directory.index(layer, e) for layer, experts in enumerate(plan.hot_experts) for e in experts]
+    return sum(1 << page for page in hot).to_bytes(-(-directory.num_pages // 8), "little")
+
+
+def _hot_set_of(hot_pages: bytes, experts_per_layer: Sequence[int]) -> PlacementPlan:
+    """The plan that `PoolContents.hot_pages` stands for; nothing is hot if that is empty."""
+    bits, hot = int.from_bytes(hot_pages, "little"), []
+    for num_experts in experts_per_layer:
+        hot.append(tuple(e for e in range(num_experts) if bits >> e & 1))
+        bits >>= num_experts
+    return PlacementPlan(tuple(hot))
 
 
 def region_bytes(contents: PoolContents) -> int:
@@ -248,8 +271,13 @@ class _RegionLayout:
     def __init__(self, contents: PoolContents) -> None:
         self.directory = PageDirectory(contents.experts_per_layer)
         self.pages = PageLayout(contents.hidden_size, contents.intermediate_size)
-        held = host_experts(contents.experts_per_layer, contents.max_host_pages)
-        pages = [self.directory.index(layer, e) for layer, experts in enumerate(held) for e in experts]
+        plan = _hot_set_of(contents.hot_pages, contents.experts_per_layer)
+        held = host_experts(contents.experts_per_layer, contents.max_host_pages, plan)
+        pages = [
+            self.directory.index(layer, expert)
+            for layer, experts in enumerate(held)
+            for expert in sorted(experts, key=frozenset(plan.hot_experts[layer]).__contains__)
+        ]
         self.slot_of = {page: slot for slot, page in enumerate(pages)}
         self.first_page = _BLOCK + -(-8 * len(pages) // _BLOCK) * _BLOCK
         self.num_bytes = self.first_page + len(pages) * self.pages.num_bytes

@@ -294,6 +294,8 @@ class PoolContents(Message, frozen=True):
     """Local experts of each layer, drafts after the backbone."""
     max_host_pages: int | None = None
     """How many of the rank's pages the region holds; `placement.plan.host_experts` says which. None: all."""
+    hot_pages: bytes = b""
+    """Bit `i % 8` of byte `i // 8` says that a plan makes page i hot. Empty without a plan."""
 
 
 class PoolRegion(Message, frozen=True):
@@ -316,6 +318,8 @@ class ShardStart(Message, frozen=True):
     region: PoolRegion
     verify_checksums: bool
     channel: StepChannel
+    hot_experts: tuple[tuple[int, ...], ...] | None
+    """Local experts that are hot, by layer; None: as `max_resident_pages` says."""
 
 
 class ShardStats(Message, frozen=True):

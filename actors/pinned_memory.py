@@ -11,7 +11,7 @@ import logging
 import math
 import mmap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
 from torch import Tensor
@@ -107,6 +107,11 @@ class PinnedMemory:
             "%.2f GiB of expert pages registered with CUDA in %d chunks, %.2f s",
             *(pages.nbytes / 2**30, len(self._registered), time.perf_counter() - start),
         )
+
+    @property
+    def chunk_starts(self) -> Sequence[int]:
+        """Addresses at which a registration begins."""
+        return tuple(self._registered)
 
     def close(self) -> None:
         """Unregister all of it, the last chunk first; safe to call twice.

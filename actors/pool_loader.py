@@ -14,6 +14,8 @@ from actors.messages import CacheStats, PoolRegion
 from model.checkpoint import Checkpoint
 from model.expert_pages import fill_page, read_scales
 from model.parallel import ParallelLayout
+from placement.engine_plan import EnginePlan
+from placement.plan import PlacementPlan
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ class PoolLoader:
         ep_size: expert groups among them.
         num_threads: that read from the checkpoint at once.
         max_host_pages: bound of the pages in each region; the others stay in the checkpoint.
+        plan: its hot pages are the first that stay there.
     """
 
     def __init__(
@@ -45,12 +48,20 @@ class PoolLoader:
         ep_size: int,
         num_threads: int,
         max_host_pages: int | None = None,
+        plan: EnginePlan | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._config = checkpoint.config.text_config
         self._ranks = [ParallelLayout(rank, world_size, ep_size) for rank in range(world_size)]
         self._contents = [
-            pool_contents(checkpoint.content_hash, self._config, rank, max_host_pages) for rank in self._ranks
+            pool_contents(
+                checkpoint.content_hash,
+                self._config,
+                parallel,
+                max_host_pages,
+                None if plan is None else PlacementPlan(plan.of_rank(parallel.rank)),
+            )
+            for parallel in self._ranks
         ]
         self._num_threads = num_threads
         self._pools: list[HostPool] = []

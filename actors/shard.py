@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -23,7 +24,7 @@ from actors.shard_loop import ShardLoop, StepRunner
 from actors.step_channel import ShardEnd
 from model.checkpoint import Checkpoint
 from model.parallel import Collectives, ParallelLayout
-from placement.plan import spread_evenly
+from placement.plan import PlacementPlan, spread_evenly
 from placement.profile import Profile
 
 logger = logging.getLogger(__name__)
@@ -80,8 +81,12 @@ class Shard:
         checkpoint = Checkpoint.open(Path(start.checkpoint))
         text = checkpoint.config.text_config
         # How much the region holds is the cache's choice; what it holds must be ours.
-        max_host_pages = start.region.contents.max_host_pages
-        expected = pool_contents(checkpoint.content_hash, text, layout, max_host_pages)
+        held = start.region.contents
+        expected = msgspec.structs.replace(
+            pool_contents(checkpoint.content_hash, text, layout),
+            max_host_pages=held.max_host_pages,
+            hot_pages=held.hot_pages,
+        )
         pool = MappedPool(
             start.region,
             expected,
@@ -93,8 +98,11 @@ class Shard:
             torch.zeros(1, device=device)  # makes the context that the driver registers for
             pinned = pin_pool(pool, CudaDriver(), allow_unpinned=config.allow_unpinned)
         pages = PageReader(pool, fill_from(checkpoint, layout, pool.directory))
-        plan = spread_evenly(pool.directory.experts_per_layer, config.max_resident_pages)
-        experts = create_expert_source(pages, plan, config, device, is_pinned=pinned is not None)
+        if start.hot_experts is None:
+            plan = spread_evenly(pool.directory.experts_per_layer, config.max_resident_pages)
+        else:
+            plan = PlacementPlan(start.hot_experts)
+        experts = create_expert_source(pages, plan, config, device, pinned=pinned)
         if device.type == "cuda" and config.staging == "auto":
             experts.max_rows_in_place = measure_rows_in_place(experts, text, layout, device)
         num_experts = [text.num_experts_of(layer) for layer in range(text.num_layers_with_drafts)]

@@ -56,7 +56,7 @@ class ShardRunner:
     ) -> None:
         self.transformer = transformer
         self._experts = experts
-        self._routing = routing
+        self.routing = routing
         self._geometry = geometry
         self._device = device
 
@@ -67,7 +67,7 @@ class ShardRunner:
         Returns: one output per scheduled sequence, in order.
         """
         is_decode = all(len(s.token_ids) == 1 and s.sampling is not None for s in step.sequences)
-        with self._experts.step(len(step.sequences) if is_decode else None, self._routing.take_chosen):
+        with self._experts.step(len(step.sequences) if is_decode else None, self.routing.take_chosen):
             batch, hidden = self.forward([_to_rows(s) for s in step.sequences])
             return self._sample(step, batch, hidden)
 
@@ -88,7 +88,7 @@ class ShardRunner:
     def forward(self, sequences: Sequence[SequenceRows]) -> tuple[ForwardBatch, Hidden]:
         """Run the rows of all sequences of a step through the model."""
         batch = ForwardBatch.build(sequences, self.transformer.config, self._geometry, self._device)
-        self._routing.begin_step(batch, [len(sequence.token_ids) for sequence in sequences])
+        self.routing.begin_step(batch, [len(sequence.token_ids) for sequence in sequences])
         return batch, self.transformer.forward(batch)
 
 

@@ -9,8 +9,8 @@ turns; a run walks over layers, so that what a slot held for one of them is gone
 
 - `resident`: nothing is cold. `staged`: cold pages are copied into slots ahead of the product. `direct`: read in place.
 - `copies`: only the copies of `staged`, all of a layer at once.
-- `direct_gap`, `prefetched`: `direct`, with 150 us between layers for what else a layer computes, without and with a
-  prefetch of the next layer's pages on a prediction of which 71 % is right (design section 10); where a page fits in
+- `direct_gap`, `prefetched`: `direct` as a CUDA graph, with 150 us between layers for what else a layer computes,
+  without and with a prefetch of the next layer's pages on a prediction of which 71 % is right (design section 10); where a page fits in
   the default of `prefetch_mib`.
 
 Times are for one layer, host included. `overlap` is 1 - (staged - resident) / copies; `times_bound` is the time over
@@ -38,8 +38,9 @@ from torch import Tensor
 
 from actors.config import ShardConfig
 from actors.expert_tiers import TieredExpertSource, create_expert_source
-from actors.host_pool import HostPool, MappedPool
+from actors.host_pool import HostPool, MappedPool, hot_page_bits
 from actors.messages import PoolContents, PoolRegion
+from actors.page_directory import PageDirectory
 from actors.page_loading import load_pages
 from actors.page_reader import PageReader
 from actors.pinned_memory import CudaDriver, PinnedMemory
@@ -86,20 +87,20 @@ class Layers:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.layout = PageLayout(shape.hidden_size, shape.intermediate_size)
-        self.pool = create_pool(shape, self.layout, NUM_LAYERS)
-        self.mapped = map_pool(self.pool)
-        self.pinned = pin(self.mapped)
-        self.reader = PageReader(self.mapped, _no_checkpoint)
         rng = random.Random(0)
         num_hot = shape.num_local - round(COLD_SHARE * shape.num_local)
         hot = [tuple(sorted(rng.sample(range(shape.num_local), num_hot))) for _ in range(NUM_LAYERS)]
         self.plan = PlacementPlan(tuple(hot))
+        self.pool = create_pool(shape, self.layout, NUM_LAYERS, self.plan)
+        self.mapped = map_pool(self.pool)
+        self.pinned = pin(self.mapped)
+        self.reader = PageReader(self.mapped, _no_checkpoint)
         everything = PlacementPlan(tuple(tuple(range(shape.num_local)) for _ in range(NUM_LAYERS)))
-        create = partial(create_expert_source, self.reader, device=DEVICE, is_pinned=self.pinned is not None)
+        create = partial(create_expert_source, self.reader, device=DEVICE, pinned=self.pinned)
         self.resident = create(everything, config=ShardConfig())
         self.staged = create(self.plan, config=ShardConfig(staging="staged"))
         self.direct = create(self.plan, config=ShardConfig(staging="direct"))
-        self.copier = create_copier(DEVICE)
+        self.copier = create_copier(DEVICE, self.pinned)
         max_cold = shape.num_local - num_hot
         self.copied = torch.empty(max_cold, self.layout.num_bytes, dtype=torch.uint8, device=DEVICE)
 
@@ -116,8 +117,11 @@ def _no_checkpoint(out: Tensor, page: int) -> None:
     raise OSError(f"page {page}: there is no checkpoint here")
 
 
-def create_pool(shape: Shape, layout: PageLayout, num_layers: int) -> HostPool:
-    """A complete region of random pages with sensible scales."""
+def create_pool(
+    shape: Shape, layout: PageLayout, num_layers: int, plan: PlacementPlan | None = None
+) -> HostPool:
+    """A complete region of random pages with sensible scales, laid out for a plan as the engine does it."""
+    experts_per_layer = (shape.num_local,) * num_layers
     pool = HostPool(
         PoolContents(
             model_hash="benchmark",
@@ -126,7 +130,8 @@ def create_pool(shape: Shape, layout: PageLayout, num_layers: int) -> HostPool:
             ep_size=shape.ep_size,
             hidden_size=layout.hidden_size,
             intermediate_size=layout.intermediate_size,
-            experts_per_layer=(shape.num_local,) * num_layers,
+            experts_per_layer=experts_per_layer,
+            hot_pages=b"" if plan is None else hot_page_bits(plan, PageDirectory(experts_per_layer)),
         )
     )
     for page in range(pool.directory.num_pages):
@@ -333,7 +338,7 @@ def load_as_a_shard(region: PoolRegion, results: multiprocessing.SimpleQueue[dic
     start = time.perf_counter()
     pinned = pin(mapped)
     registered = time.perf_counter()
-    copier = create_copier(DEVICE)
+    copier = create_copier(DEVICE, pinned)
     loaded = load_pages(PageReader(mapped, _no_checkpoint), range(mapped.directory.num_pages), copier, DEVICE)
     synchronize()
     end = time.perf_counter()
@@ -351,7 +356,7 @@ def measure(case: Case, rounds: int, ceiling: float) -> list[dict[str, object]]:
         "copies": case.copies,
     }
     if case.layers.direct.prefetches and len(case.x) <= 128:
-        arms |= {"direct_gap": case.direct_gap, "prefetched": case.prefetched}
+        arms |= {"direct_gap": capture(case.direct_gap), "prefetched": capture(case.prefetched)}
     times: dict[str, list[float]] = {name: [] for name in arms}
     for round_ in range(rounds + 1):
         for name, run in arms.items():
@@ -381,6 +386,16 @@ def measure(case: Case, rounds: int, ceiling: float) -> list[dict[str, object]]:
             | extra
         )
     return records
+
+
+def capture(run: Callable[[], None]) -> Callable[[], None]:
+    """A CUDA graph of what the arm launches."""
+    run()
+    synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
 
 
 def elapsed_s(run: Callable[[], object]) -> float:

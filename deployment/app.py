@@ -17,6 +17,7 @@ from deployment.engine_replica import EngineReplica
 from deployment.errors import SettingsError
 from deployment.ingress import Ingress
 from deployment.limits import SchedulerLimits
+from deployment.plan_file import load_plan
 
 
 def build(args: EngineConfig) -> Application:
@@ -58,7 +59,8 @@ def resolve(config: EngineConfig) -> EngineSpec:
     from model.tiny import cached_tiny_checkpoint
 
     checkpoint: Path = config.checkpoint or cached_tiny_checkpoint()
-    model = verify_layout(checkpoint).config
+    layout = verify_layout(checkpoint)
+    model = layout.config
     world_size = config.shard.world_size
     try:
         ParallelLayout(0, world_size, config.shard.ep_size or world_size).check(model.text_config)
@@ -71,4 +73,5 @@ def resolve(config: EngineConfig) -> EngineSpec:
         limits=SchedulerLimits.resolve(config.scheduler, model.text_config),
         eos_token_id=model.eos_token_id,
         vocab_size=model.text_config.vocab_size,
+        plan=load_plan(config.shard, layout.content_hash, model.text_config),
     )

@@ -20,6 +20,7 @@ from deployment.engine_core import EngineCore
 from deployment.executor import start_executor
 from deployment.limits import SchedulerLimits
 from deployment.scheduler import Scheduler
+from placement.engine_plan import EnginePlan
 
 ENGINE_CORE = "engine_core"
 """Name of the actor in its engine's namespace."""
@@ -35,6 +36,8 @@ class EngineSpec:
     limits: SchedulerLimits
     eos_token_id: int
     vocab_size: int
+    plan: EnginePlan | None
+    """What `config.shard.placement_plan` names, checked."""
 
 
 def start_engine_core(placement_group: PlacementGroup, namespace: str) -> ActorHandle:
@@ -81,6 +84,7 @@ class EngineCoreActor:
             cache=cache,
             verify_checksums=spec.config.expert_cache.verify_checksums,
             create_runner=ModelRunnerFactory(limits.max_num_seqs, limits.num_blocks, limits.block_size),
+            plan=spec.plan,
         )
         engine = Engine(Scheduler(limits, eos_token_id=spec.eos_token_id), executor)
         EngineCore(engine, channel).run()

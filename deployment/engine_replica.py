@@ -58,6 +58,7 @@ class EngineReplica:
             checkpoint=spec.checkpoint,
             shard=spec.config.shard,
             config=spec.config.expert_cache,
+            plan=spec.plan,
         )
         self._core = start_engine_core(placement_group, namespace)
         run = self._core.run.remote(spec, placement_group, namespace, cache, self._client.channel)

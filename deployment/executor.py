@@ -24,6 +24,7 @@ from actors.step_channel import CoreEnd
 from deployment.bundles import STRATEGY, Device
 from deployment.errors import SettingsError, ShardsLostError
 from deployment.shard_gang import ShardGang
+from placement.engine_plan import EnginePlan
 
 if TYPE_CHECKING:
     from actors.shard import RunnerFactory
@@ -60,6 +61,7 @@ def start_executor(
     cache: ActorHandle,
     verify_checksums: bool,
     create_runner: RunnerFactory,
+    plan: EnginePlan | None = None,
 ) -> RayExecutor:
     """Start the shards of an engine. They belong to the calling process and end with it.
 
@@ -72,6 +74,7 @@ def start_executor(
         cache: the engine's ExpertCache; it loads the pool if it has not yet.
         verify_checksums: check each page when a shard first reads it.
         create_runner: builds each shard's StepRunner, in its process.
+        plan: which pages are hot, checked against the rest; None: as `config.max_resident_pages` says.
     Returns: the executor, when every shard is ready for steps.
     Raises: what kept the cache or a shard from it; no shard is left then.
     """
@@ -91,8 +94,9 @@ def start_executor(
                 region=region,
                 verify_checksums=verify_checksums,
                 channel=channel.channel,
+                hot_experts=None if plan is None else plan.of_rank(rank),
             )
-            for region in ray.get(loading, timeout=_LOAD_TIMEOUT_S)
+            for rank, region in enumerate(ray.get(loading, timeout=_LOAD_TIMEOUT_S))
         ]
         gang.initialize(starts, config, create_runner)
         gang.run()

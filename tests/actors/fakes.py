@@ -17,6 +17,7 @@ from actors.names import CONTROL_GROUP, shard_name
 from actors.shard import ShardContext
 from deployment.executor import RayExecutor, start_executor
 from kernels.reference.experts import view_memory
+from placement.engine_plan import EnginePlan
 
 
 class SummingRunner:
@@ -70,18 +71,26 @@ class FakeCore:
     process."""
 
     def __init__(
-        self, placement_group: PlacementGroup, namespace: str, checkpoint: Path, config: ShardConfig
+        self,
+        placement_group: PlacementGroup,
+        namespace: str,
+        checkpoint: Path,
+        config: ShardConfig,
+        plan: EnginePlan | None = None,
+        max_host_pages: int | None = None,
     ) -> None:
         self._placement_group = placement_group
         self._namespace = namespace
         self._checkpoint = checkpoint
         self._config = config
+        self._plan = plan
         self._cache = start_expert_cache(
             placement_group,
             namespace=namespace,
             checkpoint=checkpoint,
             shard=config,
-            config=ExpertCacheConfig(),
+            config=ExpertCacheConfig(max_host_pages=max_host_pages),
+            plan=plan,
         )
         self._executor = self.start()
 
@@ -96,6 +105,7 @@ class FakeCore:
             cache=self._cache,
             verify_checksums=True,
             create_runner=SummingRunner,
+            plan=self._plan,
         )
         return self._executor
 

@@ -1,5 +1,6 @@
 import asyncio
 import os
+import random
 import signal
 import time
 from contextlib import suppress
@@ -21,6 +22,9 @@ from deployment.errors import ShardsLostError
 from model.checkpoint import Checkpoint
 from model.expert_pages import fill_page, local_experts_per_layer, page_layout
 from model.parallel import ParallelLayout
+from placement.engine_plan import EnginePlan, ExpertLayout
+from placement.plan import create_plan
+from placement.profile import VERSION, PhaseProfile, Profile
 from tests.actors.fakes import FakeCore, create_step
 
 pytestmark = pytest.mark.ray
@@ -56,23 +60,47 @@ def assert_gone(processes: list[OtherProcess], within_s: float) -> None:
     assert not left, f"processes {left} are left"
 
 
+def random_plan(checkpoint_path: Path, world_size: int, ep_size: int, num_hot: int) -> EnginePlan:
+    """The plan for a random profile."""
+    checkpoint = Checkpoint.open(checkpoint_path)
+    model = checkpoint.config.text_config
+    layout = ExpertLayout.of(model, world_size, ep_size)
+    rng = random.Random(5)
+    decode, prefill = (
+        PhaseProfile(9, tuple(tuple(rng.randrange(9) for _ in range(n)) for n in layout.experts_per_layer))
+        for _ in range(2)
+    )
+    profile = Profile(VERSION, checkpoint.content_hash, {"random": 18}, prefill, decode)
+    budget_bytes = num_hot * layout.page_bytes
+    return create_plan(profile, model, layout, arm="static", budget_bytes=budget_bytes, num_staging_slots=0)
+
+
 @pytest.mark.parametrize(
-    "config",
+    ("config", "is_planned"),
     [
-        ShardConfig(world_size=2, max_resident_pages=20, num_staging_slots=3),
-        ShardConfig(world_size=4, ep_size=2, max_resident_pages=0, staging="direct"),
+        (ShardConfig(world_size=2, max_resident_pages=20, num_staging_slots=3), False),
+        (ShardConfig(world_size=4, ep_size=2, staging="direct"), True),
     ],
 )
-def test_shards_read_their_pages_from_the_cache_and_add_up_over_all_ranks(group, tiny_checkpoint, config):
-    core = FakeCore(group, "test-steps", tiny_checkpoint, config)
-    ep_size = config.ep_size or config.world_size
-    expected = expected_sum(tiny_checkpoint, config.world_size, ep_size)
+def test_shards_read_their_pages_from_the_cache_and_add_up_over_all_ranks(
+    group, tiny_checkpoint, config, is_planned
+):
+    world_size, ep_size = config.world_size, config.ep_size or config.world_size
+    plan = random_plan(tiny_checkpoint, world_size, ep_size, num_hot=20) if is_planned else None
+    max_host_pages = 30 if is_planned else None
+    core = FakeCore(group, "test-steps", tiny_checkpoint, config, plan, max_host_pages)
+    expected = expected_sum(tiny_checkpoint, world_size, ep_size)
     for step_id in range(3):
         output = core.execute(create_step(step_id))
         assert [s.token.token_id for s in output.sequences if s.token] == [expected]
-        assert output.traffic.num_hot == config.max_resident_pages
-    stats = stats_after(num_steps=3, shard=ray.get_actor("gpu_shard_1", "test-steps"))
-    assert (stats.rank, stats.num_hot_pages) == (1, config.max_resident_pages)
+        assert output.traffic.num_hot == 20
+    last = world_size - 1
+    stats = stats_after(num_steps=3, shard=ray.get_actor(f"gpu_shard_{last}", "test-steps"))
+    assert (stats.rank, stats.num_hot_pages) == (last, 20)
+    if plan is not None:
+        assert plan.of_rank(0) != plan.of_rank(last)
+        assert stats.num_host_pages == 30
+        assert [layer.num_hot for layer in stats.layers] == [3 * len(hot) for hot in plan.of_rank(last)]
     processes = [OtherProcess(pid) for pid in core.shard_pids()]
     core.shutdown()
     assert_gone(processes, within_s=0)

@@ -31,7 +31,7 @@ def test_every_kernel_reads_the_pages_of_its_group(num_resident, num_slots, slow
     owner, pool, pinned = create_pinned_pool(is_pinned=is_pinned)
     plan = spread_evenly(EXPERTS_PER_LAYER, num_resident)
     copier = CudaCopier(device)
-    slow_stream = torch.cuda.current_stream() if slow == "kernels" else copier._streams[0]
+    slow_stream = torch.cuda.current_stream() if slow == "kernels" else copier._stream
     memory = torch.zeros(num_slots, pool.layout.num_bytes, dtype=torch.uint8, device=device)
     reader = create_reader(pool)
     resident = load_pages(reader, hot_pages(plan, pool), copier, device)
@@ -67,7 +67,7 @@ def test_prefetched_slots_are_filled_before_they_are_read_and_read_before_they_a
     num_slots = 3
     config = ShardConfig(staging="direct", prefetch_mib=num_slots * pool.layout.num_bytes / 2**20)
     plan = spread_evenly(EXPERTS_PER_LAYER, 10)
-    source = create_expert_source(create_reader(pool), plan, config, torch.device("cuda"), is_pinned=True)
+    source = create_expert_source(create_reader(pool), plan, config, torch.device("cuda"), pinned=pinned)
     prefetcher = source._prefetcher
     assert prefetcher is not None
     slow_stream = torch.cuda.current_stream() if slow == "kernels" else prefetcher._stream
@@ -105,7 +105,7 @@ def test_prefetched_slots_are_filled_before_they_are_read_and_read_before_they_a
 def test_a_gpu_reads_registered_pages_where_they_are_in_the_pool():
     owner, pool, pinned = create_pinned_pool()
     config, plan = ShardConfig(staging="direct"), spread_evenly(EXPERTS_PER_LAYER, 5)
-    source = create_expert_source(create_reader(pool), plan, config, torch.device("cuda"), is_pinned=True)
+    source = create_expert_source(create_reader(pool), plan, config, torch.device("cuda"), pinned=pinned)
     for layer, num_experts in enumerate(EXPERTS_PER_LAYER):
         group = source.in_place(layer, 1)
         assert group is not None

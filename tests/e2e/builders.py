@@ -29,6 +29,7 @@ from model.parallel import Collectives, ParallelLayout
 from model.transformer import Transformer
 from model.weights import ModelWeights, load_weights
 from placement.plan import PlacementPlan, spread_evenly
+from placement.profile import Profile
 
 CPU = torch.device("cpu")
 ONE_RANK = ParallelLayout()
@@ -96,11 +97,12 @@ def create_runner(
     config = model.checkpoint.config.text_config
     device = model.weights.norm.device
     mapped = MappedPool(model.pool.region, model.pool.region.contents, writable=device.type == "cuda")
-    if device.type == "cuda":
-        _PINNED.append(PinnedMemory(mapped.pages, CudaDriver()))
+    pinned = PinnedMemory(mapped.pages, CudaDriver()) if device.type == "cuda" else None
+    if pinned is not None:
+        _PINNED.append(pinned)
     plan = plan or spread_evenly(mapped.directory.experts_per_layer, shard.max_resident_pages)
     pages = PageReader(mapped, fill_from(model.checkpoint, ONE_RANK, mapped.directory))
-    experts = create_expert_source(pages, plan, shard, device, is_pinned=device.type == "cuda")
+    experts = create_expert_source(pages, plan, shard, device, pinned=pinned)
     geometry = CacheGeometry(limits.max_num_seqs, limits.num_blocks, limits.block_size)
     num_experts = [config.num_experts_of(layer) for layer in range(config.num_layers_with_drafts)]
     routing = RoutingCounter(model.checkpoint.content_hash, num_experts, device)
@@ -126,11 +128,28 @@ def create_engine(
     **scheduler: int,
 ) -> Engine:
     """An engine over `model`; keyword arguments are fields of SchedulerConfig."""
+    return _create_engine(model, numerics, shard, plan, **scheduler)[0]
+
+
+def record_profile(model: LoadedModel, numerics: Numerics, requests: list[AddRequest]) -> Profile:
+    """What an engine counts while it serves `requests`."""
+    engine, runner = _create_engine(model, numerics)
+    run(engine, requests)
+    return runner.routing.profile("test")
+
+
+def _create_engine(
+    model: LoadedModel,
+    numerics: Numerics,
+    shard: ShardConfig | None = None,
+    plan: PlacementPlan | None = None,
+    **scheduler: int,
+) -> tuple[Engine, ShardRunner]:
     config = model.checkpoint.config
     limits = SchedulerLimits.resolve(SchedulerConfig(**{"block_size": 8, **scheduler}), config.text_config)
     runner, experts = create_runner(model, limits, shard or ShardConfig(world_size=1), numerics, plan)
     executor = InProcessExecutor(runner, experts)
-    return Engine(Scheduler(limits, eos_token_id=config.eos_token_id), executor)
+    return Engine(Scheduler(limits, eos_token_id=config.eos_token_id), executor), runner
 
 
 def create_request(request_id: str, prompt: list[int], max_tokens: int = 8, **sampling: float) -> AddRequest:

@@ -21,13 +21,16 @@ from model.batch import SequenceRows
 from model.checkpoint import Checkpoint
 from model.numerics import Numerics
 from model.shard_file import CheckpointError
-from placement.plan import PlacementPlan, spread_evenly
+from placement.engine_plan import Arm, EnginePlan, ExpertLayout
+from placement.plan import PlacementPlan, create_plan, spread_evenly
+from placement.profile import Profile
 from tests.e2e.builders import (
     LoadedModel,
     create_engine,
     create_pool,
     create_request,
     create_runner,
+    record_profile,
     run,
 )
 
@@ -42,6 +45,21 @@ def random_plan(rng: random.Random, experts_per_layer: tuple[int, ...]) -> Place
     return PlacementPlan(
         tuple(tuple(e for e in range(count) if rng.random() < 0.5) for count in experts_per_layer)
     )
+
+
+def plan_for(model: LoadedModel, profile: Profile, arm: Arm, num_hot: int) -> EnginePlan:
+    """One rank's plan for steps of one row."""
+    config = model.checkpoint.config.text_config
+    layout = ExpertLayout.of(config, 1, 1)
+    budget_bytes = num_hot * layout.page_bytes
+    return create_plan(
+        profile, config, layout, arm=arm, budget_bytes=budget_bytes, num_staging_slots=0, num_rows=1
+    )
+
+
+def planned(model: LoadedModel, profile: Profile, arm: Arm, num_hot: int) -> PlacementPlan:
+    """The only rank's part of a plan for `profile`."""
+    return PlacementPlan(plan_for(model, profile, arm, num_hot).of_rank(0))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -103,7 +121,13 @@ def test_residency_and_staging_change_no_bit(model: LoadedModel) -> None:
     counts = model.pool.directory.experts_per_layer
     rng = random.Random(3)
     expected = logits_of(model, ShardConfig(world_size=1), spread_evenly(counts, None))
-    plans = [spread_evenly(counts, 0), *(random_plan(rng, counts) for _ in range(4))]
+    profile = record_profile(model, SERVING, [create_request("r", random_prompt(rng, 20))])
+    plans = [
+        spread_evenly(counts, 0),
+        planned(model, profile, "layer_offload", 60),
+        planned(model, profile, "static", 60),
+        random_plan(rng, counts),
+    ]
     for plan in plans:
         for shard in (
             ShardConfig(world_size=1, staging="direct"),
@@ -117,6 +141,41 @@ def test_residency_and_staging_change_no_bit(model: LoadedModel) -> None:
         assert torch.equal(logits_of(tiered, shard, spread_evenly(counts, 20)), expected), (
             f"{max_host_pages=}"
         )
+
+
+def test_requests_give_the_same_tokens_with_every_plan(model: LoadedModel) -> None:
+    rng = random.Random(5)
+    counts = model.pool.directory.experts_per_layer
+    requests = [
+        create_request(f"r{i}", random_prompt(rng, 9), max_tokens=5, temperature=0.8 * (i % 2), seed=i)
+        for i in range(4)
+    ]
+    profile = record_profile(model, SERVING, requests)
+    expected = run(create_engine(model, SERVING), requests)
+    for plan in (
+        planned(model, profile, "layer_offload", 50),
+        planned(model, profile, "static", 50),
+        random_plan(rng, counts),
+    ):
+        assert 0 < plan.num_hot < sum(counts)
+        assert run(create_engine(model, SERVING, plan=plan), requests) == expected, f"{plan=}"
+
+
+def test_a_plan_hits_what_it_expects_of_the_traffic_it_was_made_for(model: LoadedModel) -> None:
+    """The same request again, a row at a time: rows are those of the profile, so what is expected is exact."""
+    requests = [create_request("r", [7], max_tokens=12)]
+    profile = record_profile(model, SERVING, requests)
+    hit_rates = {}
+    for arm in ("static", "layer_offload"):
+        plan = plan_for(model, profile, arm, 50)
+        engine = create_engine(model, SERVING, plan=PlacementPlan(plan.of_rank(0)))
+        run(engine, requests)
+        traffic = engine.stats().traffic
+        hit_rates[arm] = traffic.num_hot / (traffic.num_hot + traffic.num_cold)
+        assert hit_rates[arm] == pytest.approx(plan.expected.hit_rate)
+        cold_bytes = traffic.num_cold * plan.layout.page_bytes
+        assert cold_bytes / profile.num_tokens == pytest.approx(plan.expected.cold_bytes)
+    assert hit_rates["static"] > hit_rates["layer_offload"]
 
 
 @contextmanager

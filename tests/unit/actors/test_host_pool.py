@@ -9,10 +9,16 @@ import msgspec
 import pytest
 import torch
 
-from actors.host_pool import HostPool, MappedPool
+from actors.host_pool import HostPool, MappedPool, pool_contents
 from actors.messages import PoolRegion
+from actors.page_directory import PageDirectory
 from actors.shared_memory import AttachError
+from model.config import ModelConfig
+from model.expert_pages import local_experts_per_layer
 from model.expert_source import ExpertPageError
+from model.parallel import ParallelLayout
+from model.tiny import tiny_config
+from placement.plan import PlacementPlan
 from tests.unit.actors.builders import create_contents, create_pool, map_pool
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -115,3 +121,35 @@ def test_a_view_of_a_page_keeps_the_memory_mapped():
     del pool
     gc.collect()
     assert torch.equal(page, expected)
+
+
+def test_a_bounded_region_leaves_out_the_hot_pages_of_a_plan_first_and_tells_who_maps_it():
+    model = ModelConfig.model_validate(tiny_config()["text_config"])
+    parallel = ParallelLayout(1, 2, 2)
+    plan = PlacementPlan(tuple((0, 3) if layer % 3 else (1,) for layer in range(12)) + ((0,), (), (1,)))
+    directory = PageDirectory(local_experts_per_layer(model, parallel))
+    hot = {directory.index(layer, e) for layer, experts in enumerate(plan.hot_experts) for e in experts}
+    num_cold = directory.num_pages - plan.num_hot
+    pool = create_pool(pool_contents("0123", model, parallel, num_cold, plan))
+    assert {page for page in range(directory.num_pages) if not pool.holds(page)} == hot
+    mapped = map_pool(pool)
+    assert [mapped.holds(page) for page in range(directory.num_pages)] == [
+        pool.holds(page) for page in range(directory.num_pages)
+    ]
+
+
+def test_the_cold_pages_of_a_layer_lie_side_by_side():
+    contents = create_contents((5, 4))
+    plan = PlacementPlan(((0, 3), (1,)))
+    directory = PageDirectory((5, 4))
+    hot = sum(
+        1 << directory.index(layer, e) for layer, experts in enumerate(plan.hot_experts) for e in experts
+    )
+    pool = create_pool(msgspec.structs.replace(contents, hot_pages=hot.to_bytes(2, "little")))
+    mapped = map_pool(pool)
+    offsets = [
+        (mapped.read(p).data_ptr() - mapped.pages.data_ptr()) // pool.layout.num_bytes for p in range(9)
+    ]
+    assert offsets == [3, 0, 1, 4, 2, 5, 8, 6, 7]
+    for page in range(9):
+        assert torch.equal(mapped.read(page), pool.page(page))
