@@ -10,7 +10,7 @@ from typing import Final
 
 from torch import Tensor
 
-from actors.address_table import AddressTable
+from actors.address_mailbox import AddressMailbox
 from actors.page_directory import PageDirectory
 from actors.staging import ColdPages
 from model.expert_source import ExpertPageError, PageGroup
@@ -60,10 +60,12 @@ class GroupStream:
             for count, hot in zip(directory.experts_per_layer, self._hot, strict=True)
         ]
         self._cold = cold
-        self._table = AddressTable(directory.experts_per_layer, resident.device)
+        self._mailbox = AddressMailbox(max(directory.experts_per_layer), resident.device)
         slots = iter(resident.unbind())
-        for layer, hot in enumerate(plan.hot_experts):
-            self._table.update(layer, {expert: next(slots).data_ptr() for expert in hot})
+        self._hot_addresses = [
+            self._mailbox.send({expert: next(slots).data_ptr() for expert in hot}, count)
+            for hot, count in zip(plan.hot_experts, directory.experts_per_layer, strict=True)
+        ]
         self.counts = [GroupCounts() for _ in plan.hot_experts]
         """By layer."""
         self._failures: list[str] = []
@@ -112,12 +114,7 @@ class GroupStream:
                     held.update(experts)
                 if not to_fetch and needs_most:
                     self._fetch_ahead(layer, self._cold.max_fetched - len(held))
-                failed = self._join(layer, group)
-                yield PageGroup(
-                    experts=tuple(e for e in group.experts if e not in failed),
-                    failed=tuple(failed),
-                    addresses=self._table.row(layer),
-                )
+                yield self._join(layer, group)
                 self._release(layer, group.cold)
                 held.difference_update(group.cold)
             if needs_most:
@@ -152,23 +149,26 @@ class GroupStream:
         for expert in experts:
             self._cold.release(self._directory.index(layer, expert))
 
-    def _join(self, layer: int, group: Group) -> list[int]:
-        """Wait for a group's cold pages and enter their addresses. Returns: experts whose page failed."""
+    def _join(self, layer: int, group: Group) -> PageGroup:
+        """Wait for a group's cold pages and tell the device where they are."""
+        counts = self.counts[layer]
+        counts.num_cold += len(group.cold)
+        counts.num_hot += len(group.experts) - len(group.cold)
+        if not group.cold:
+            hot = self._hot_addresses[layer]
+            return PageGroup(group.experts, failed=(), addresses=hot, is_member=hot != 0)
         start = time.perf_counter()
-        addresses: dict[int, int] = {}
+        found: dict[int, int] = {}
         failed: list[int] = []
         for expert in group.cold:
             try:
-                addresses[expert] = self._cold.join(self._directory.index(layer, expert))
+                found[expert] = self._cold.join(self._directory.index(layer, expert))
             except ExpertPageError as error:
                 self._failures.append(str(error))
                 failed.append(expert)
-        counts = self.counts[layer]
         counts.stall_s += time.perf_counter() - start
-        counts.num_cold += len(group.cold)
-        counts.num_hot += len(group.experts) - len(group.cold)
-        self._table.update(layer, addresses)
-        return failed
+        addresses = self._mailbox.send(found, self._directory.experts_per_layer[layer])
+        return PageGroup(tuple(found), tuple(failed), addresses, is_member=addresses != 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ class _Trial:
             topk_idx,
             torch.ones(topk_idx.shape, device=self.device),
             group.addresses,
-            group.experts,
+            group.is_member,
             self._local().start,
             self.experts.layout,
             out,

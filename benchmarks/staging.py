@@ -10,8 +10,8 @@ turns; a run walks over layers, so that what a slot held for one of them is gone
 - `resident`: nothing is cold. `staged`: cold pages are copied into slots ahead of the product. `direct`: read in place.
 - `copies`: only the copies of `staged`, all of a layer at once.
 - `direct_gap`, `prefetched`: `direct` as a CUDA graph, with 150 us between layers for what else a layer computes,
-  without and with a prefetch of the next layer's pages on a prediction of which 71 % is right (design section 10); where a page fits in
-  the default of `prefetch_mib`.
+  without and with a prefetch of the next layer's pages on a prediction of which 71 % is right (design section 10);
+  where a page fits in the default of `prefetch_mib`.
 
 Times are for one layer, host included. `overlap` is 1 - (staged - resident) / copies; `times_bound` is the time over
 the larger of resident and what the copy ceiling allows for the layer's cold pages. `reload` is what a shard does after
@@ -30,7 +30,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -240,24 +240,36 @@ class Case:
 
     def _multiply(self, layer: int, group: PageGroup) -> None:
         shape = self.layers.shape
-        routing = (self.topk_idx[layer], self.topk_weights, group.addresses, group.experts, 0)
+        routing = (self.topk_idx[layer], self.topk_weights, group.addresses)
         if DEVICE.type == "cuda":
             kernels.expert_mlp(
-                self.x, *routing, self.layers.layout, self.out, num_experts=shape.num_experts, limit=LIMIT
+                *(self.x, *routing, group.is_member, 0, self.layers.layout, self.out),
+                num_experts=shape.num_experts,
+                limit=LIMIT,
             )
         else:
             reference.expert_mlp(
-                self.x, *routing, self.layers.layout, self.out, limit=LIMIT, quantize_activations=False
+                *(self.x, *routing, group.experts, 0, self.layers.layout, self.out),
+                limit=LIMIT,
+                quantize_activations=False,
             )
 
 
 def sleep() -> None:
     """What else a layer computes."""
     if DEVICE.type == "cuda":
-        torch.cuda._sleep(int(GAP_US * CLOCK_MHZ))
+        torch.cuda._sleep(int(GAP_US * cycles_per_us()))
 
 
-CLOCK_MHZ = torch.cuda.clock_rate() if DEVICE.type == "cuda" else 0
+@cache
+def cycles_per_us() -> float:
+    """Of the GPU's clock, as it runs now."""
+    num_cycles = 10_000_000
+    return (
+        num_cycles
+        / statistics.median(elapsed_s(lambda: torch.cuda._sleep(num_cycles)) for _ in range(5))
+        / 1e6
+    )
 
 
 def main() -> None:
@@ -355,7 +367,7 @@ def measure(case: Case, rounds: int, ceiling: float) -> list[dict[str, object]]:
         "direct": case.direct,
         "copies": case.copies,
     }
-    if case.layers.direct.prefetches and len(case.x) <= 128:
+    if DEVICE.type == "cuda" and case.layers.direct.prefetches and len(case.x) <= 128:
         arms |= {"direct_gap": capture(case.direct_gap), "prefetched": capture(case.prefetched)}
     times: dict[str, list[float]] = {name: [] for name in arms}
     for round_ in range(rounds + 1):

@@ -47,7 +47,7 @@ class RowTiles(NamedTuple):
 def group_rows(
     x: Tensor,
     topk_idx: Tensor,
-    is_wanted: Tensor | None,
+    is_member: Tensor | None,
     num_experts: int,
     first_expert: int,
     *,
@@ -58,7 +58,7 @@ def group_rows(
     Args:
         x: `[num_tokens, hidden]` bf16, contiguous, `hidden` a multiple of 32.
         topk_idx: `[num_tokens, num_topk]` int64, contiguous, global expert ids.
-        is_wanted: `[num_experts]` bool: which local experts take part; None for all.
+        is_member: `[num_experts]` bool: which local experts take part; None for all.
         num_experts: number of local experts.
         first_expert: global id of local expert 0.
         in_k_order: the order for operands in shared memory rather than that for loads into registers.
@@ -75,7 +75,7 @@ def group_rows(
         counts.zero_()
         return grouped, permuted
     overlap = _overlaps_launches(x.device)
-    source = (topk_idx, is_wanted, num_pairs, num_experts, first_expert)
+    source = (topk_idx, is_member, num_pairs, num_experts, first_expert)
     columns = {"HIDDEN": x.shape[1], "COLUMNS": _COLUMNS, "IN_K_ORDER": in_k_order}
     num_parts = x.shape[0] * triton.cdiv(x.shape[1], _COLUMNS)
     block_e = max(16, triton.next_power_of_2(num_experts + 1))
@@ -126,7 +126,7 @@ def tile_rows(grouped: GroupedRows, rows: int) -> RowTiles:
 @triton.jit
 def _group_and_permute_kernel(
     topk_idx,
-    is_wanted,
+    is_member,
     num_pairs,
     num_experts,
     first_expert,
@@ -154,11 +154,11 @@ def _group_and_permute_kernel(
         _permute(program - 1, x, permuted, HIDDEN, COLUMNS, IN_K_ORDER)
     else:
         pair = tl.arange(0, BLOCK_P)
-        key = _key(topk_idx, is_wanted, pair, num_pairs, num_experts, first_expert, BLOCK_E - 1)
+        key = _key(topk_idx, is_member, pair, num_pairs, num_experts, first_expert, BLOCK_E - 1)
         place = tl.zeros([BLOCK_P], tl.int32)
         for start in range(0, num_pairs, CHUNK):
             other = start + tl.arange(0, CHUNK)
-            other_key = _key(topk_idx, is_wanted, other, num_pairs, num_experts, first_expert, BLOCK_E - 1)
+            other_key = _key(topk_idx, is_member, other, num_pairs, num_experts, first_expert, BLOCK_E - 1)
             is_before = (other_key[None, :] < key[:, None]) | (
                 (other_key[None, :] == key[:, None]) & (other[None, :] < pair[:, None])
             )
@@ -188,7 +188,7 @@ def _permute(part, x, permuted, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, IN_
 @triton.jit
 def _count_pairs_kernel(
     topk_idx,
-    is_wanted,
+    is_member,
     num_pairs,
     num_experts,
     first_expert,
@@ -198,7 +198,7 @@ def _count_pairs_kernel(
 ):
     """How many pairs of a block every expert has."""
     pair = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
-    key = _key(topk_idx, is_wanted, pair, num_pairs, num_experts, first_expert, BLOCK_E - 1)
+    key = _key(topk_idx, is_member, pair, num_pairs, num_experts, first_expert, BLOCK_E - 1)
     expert = tl.arange(0, BLOCK_E)
     at = block_counts + tl.program_id(0) * num_experts + expert
     tl.store(at, tl.histogram(key, BLOCK_E), mask=expert < num_experts)
@@ -239,7 +239,7 @@ def _sum_experts_kernel(counts, offsets, active, num_experts, num_active, BLOCK_
 @triton.jit
 def _place_pairs_kernel(
     topk_idx,
-    is_wanted,
+    is_member,
     num_pairs,
     num_experts,
     first_expert,
@@ -253,11 +253,11 @@ def _place_pairs_kernel(
     """Write a block's pairs behind those of the experts and the blocks before."""
     begin = tl.program_id(0) * BLOCK_P
     pair = begin + tl.arange(0, BLOCK_P)
-    key = _key(topk_idx, is_wanted, pair, num_pairs, num_experts, first_expert, BLOCK_E - 1)
+    key = _key(topk_idx, is_member, pair, num_pairs, num_experts, first_expert, BLOCK_E - 1)
     rank = tl.zeros([BLOCK_P], tl.int32)
     for start in range(0, BLOCK_P, CHUNK):
         other = begin + start + tl.arange(0, CHUNK)
-        other_key = _key(topk_idx, is_wanted, other, num_pairs, num_experts, first_expert, BLOCK_E - 1)
+        other_key = _key(topk_idx, is_member, other, num_pairs, num_experts, first_expert, BLOCK_E - 1)
         is_before = (other_key[None, :] == key[:, None]) & (other[None, :] < pair[:, None])
         rank += tl.sum(is_before.to(tl.int32), axis=1)
     is_local = key < num_experts
@@ -303,12 +303,12 @@ def _column_at(place, NUM_COLUMNS: tl.constexpr, IN_K_ORDER: tl.constexpr):
 
 
 @triton.jit
-def _key(topk_idx, is_wanted, pair, num_pairs, num_experts, first_expert, NOT_HERE: tl.constexpr):
+def _key(topk_idx, is_member, pair, num_pairs, num_experts, first_expert, NOT_HERE: tl.constexpr):
     """Local expert of each pair; `NOT_HERE`, which no expert has, if another rank's or not wanted."""
     local = tl.load(topk_idx + pair, mask=pair < num_pairs, other=-1) - first_expert
     is_local = (pair < num_pairs) & (local >= 0) & (local < num_experts)
-    if is_wanted is not None:
-        is_local = is_local & (tl.load(is_wanted + local, mask=is_local, other=0) != 0)
+    if is_member is not None:
+        is_local = is_local & (tl.load(is_member + local, mask=is_local, other=0) != 0)
     return tl.where(is_local, local, NOT_HERE).to(tl.int32)
 
 

@@ -6,8 +6,6 @@ Source: `spec/model.md` section 6; design section 4. Few rows an expert take `ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -26,7 +24,7 @@ def expert_mlp(
     topk_idx: Tensor,
     topk_weights: Tensor,
     addresses: Tensor,
-    experts: Sequence[int] | None,
+    is_member: Tensor | None,
     first_expert: int,
     layout: PageLayout,
     out: Tensor,
@@ -34,7 +32,7 @@ def expert_mlp(
     num_experts: int,
     limit: float,
 ) -> None:
-    """Write `out[t, k]` for every (token, choice) whose expert is in `experts`; leave the others alone.
+    """Write `out[t, k]` for every (token, choice) whose expert is a member; leave the others alone.
 
     Args:
         x: `[num_tokens, hidden]` bf16, contiguous.
@@ -42,8 +40,7 @@ def expert_mlp(
         topk_weights: `[num_tokens, num_topk]` float32, contiguous.
         addresses: `[num_local_experts]` int64, byte address of each page. Only the device reads them: whoever fills
             the table has called `kernels.formats.check_page_addresses`.
-        experts: local expert indices whose addresses may be read; `None` for every expert of the table, in which
-            case a CUDA graph can capture the call.
+        is_member: `[num_local_experts]` bool: local experts whose addresses may be read; None for all.
         first_expert: global id of local expert 0.
         layout: of every page.
         out: `[num_tokens, num_topk, hidden]` bf16, contiguous; this rank's part of each expert's output, routing
@@ -56,18 +53,13 @@ def expert_mlp(
         are rounded to bf16, as those of the reference implementation are: half the bytes between two kernels that
         move little else. Scales from 2**-60 to 2**65 are exact.
     """
-    _check_inputs(x, topk_idx, topk_weights, addresses, layout, out)
+    _check_inputs(x, topk_idx, topk_weights, addresses, is_member, layout, out)
     num_pairs, num_local = topk_idx.numel(), addresses.numel()
-    if num_pairs == 0 or num_local == 0 or (experts is not None and len(experts) == 0):
+    if num_pairs == 0 or num_local == 0:
         return
-    is_wanted = None
-    if experts is not None and len(experts) < num_local:
-        is_wanted = torch.zeros(num_local, dtype=torch.bool)
-        is_wanted[list(experts)] = True
-        is_wanted = is_wanted.pin_memory().to(x.device, non_blocking=True)
     mean_rows = num_pairs / num_experts
     is_prefill = mean_rows >= MIN_PREFILL_ROWS
-    grouped, rows = group_rows(x, topk_idx, is_wanted, num_local, first_expert, in_k_order=is_prefill)
+    grouped, rows = group_rows(x, topk_idx, is_member, num_local, first_expert, in_k_order=is_prefill)
     h = torch.empty(num_pairs, layout.intermediate_size, dtype=torch.bfloat16, device=x.device)
     if is_prefill:
         config = expert_prefill.prefill_config(mean_rows, torch.cuda.get_device_capability(x.device))
@@ -81,16 +73,24 @@ def expert_mlp(
 
 
 def _check_inputs(
-    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, addresses: Tensor, layout: PageLayout, out: Tensor
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    addresses: Tensor,
+    is_member: Tensor | None,
+    layout: PageLayout,
+    out: Tensor,
 ) -> None:
     pairs = tuple(topk_idx.shape)
     if topk_idx.dim() != 2:
         raise ValueError(f"topk_idx must be [num_tokens, num_topk], got {list(pairs)}")
+    num_local = addresses.numel()
     for name, tensor, dtype, shape in (
         ("x", x, torch.bfloat16, (pairs[0], layout.hidden_size)),
         ("topk_idx", topk_idx, torch.int64, pairs),
         ("topk_weights", topk_weights, torch.float32, pairs),
-        ("addresses", addresses, torch.int64, (addresses.numel(),)),
+        ("addresses", addresses, torch.int64, (num_local,)),
+        *([] if is_member is None else [("is_member", is_member, torch.bool, (num_local,))]),
         ("out", out, torch.bfloat16, (*pairs, layout.hidden_size)),
     ):
         if tensor.dtype != dtype:

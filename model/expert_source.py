@@ -28,6 +28,9 @@ class PageGroup:
     """Local expert indices whose pages cannot be read: what they should have computed has no value."""
     addresses: Tensor
     """`[num_local_experts]` int64 on the compute device: byte address of each page; only those in `experts` count."""
+    is_member: Tensor | None = None
+    """`[num_local_experts]` bool on the compute device: `experts`, and perhaps others that no row chose and whose
+    pages may be read, too. None if that is every expert."""
 
 
 class ExpertSource(Protocol):

@@ -113,17 +113,19 @@ class MixtureOfExperts:
         self, layer: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, group: PageGroup, out: Tensor
     ) -> None:
         """Write the outputs of the experts in `group` to `out`."""
-        first, layout, limit = (
-            self._local_experts(layer).start,
-            self._experts.layout,
-            self._config.swiglu_limit,
-        )
-        routing = (topk_idx, topk_weights, group.addresses, group.experts, first, layout, out)
+        config = self._config
+        routing = (topk_idx, topk_weights, group.addresses)
+        rest = (self._local_experts(layer).start, self._experts.layout, out)
         if self._use_kernels:
-            kernels.expert_mlp(x, *routing, num_experts=self._config.num_experts_of(layer), limit=limit)
+            num_experts = config.num_experts_of(layer)
+            kernels.expert_mlp(
+                x, *routing, group.is_member, *rest, num_experts=num_experts, limit=config.swiglu_limit
+            )
         else:
             quantize = self._numerics.quantize_expert_activations
-            reference.expert_mlp(x, *routing, limit=limit, quantize_activations=quantize)
+            reference.expert_mlp(
+                x, *routing, group.experts, *rest, limit=config.swiglu_limit, quantize_activations=quantize
+            )
 
     def _shared(self, weights: MoeWeights, x: Tensor) -> Tensor:
         """This rank's part of the shared expert's output: `[num_tokens, hidden]`, accumulation type."""

@@ -36,7 +36,8 @@ def test_every_kernel_reads_the_pages_of_its_group(num_resident, num_slots, slow
     reader = create_reader(pool)
     resident = load_pages(reader, hot_pages(plan, pool), copier, device)
     in_place = find_in_place(reader, plan, resident, can_read_pool=False)
-    source = TieredExpertSource(reader, plan, resident, StagedPages(memory, reader.read, copier), in_place)
+    staged = StagedPages(memory, reader.read, copier)
+    source = TieredExpertSource(reader, plan, resident, staged, in_place)
     rng = random.Random(0)
     pages: list[tuple[int, torch.Tensor]] = []
     addresses: list[tuple[int, torch.Tensor]] = []
@@ -48,11 +49,13 @@ def test_every_kernel_reads_the_pages_of_its_group(num_resident, num_slots, slow
                 with torch.cuda.stream(slow_stream):
                     torch.cuda._sleep(SLOW)
                 for expert in group.experts:
-                    # From the host's copy of the table: reading the device's would wait for the device.
-                    address = source._groups._table._known[layer][expert]
+                    # As the host has it: reading the device's table would wait for the device.
+                    index = pool.directory.index(layer, expert)
+                    hot = hot_pages(plan, pool)
+                    address = resident[hot.index(index)].data_ptr() if index in hot else staged.join(index)
                     addresses.append((address, group.addresses[expert].clone()))
                     page = view_memory(address, pool.layout.num_bytes, device)
-                    pages.append((pool.directory.index(layer, expert), page.clone()))
+                    pages.append((index, page.clone()))
     for index, page in pages:
         assert torch.equal(page.cpu(), pool.pages[index]), f"page {index}"
     for expected, found in addresses:

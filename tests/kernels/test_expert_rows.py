@@ -22,20 +22,20 @@ def route(num_tokens: int, num_topk: int) -> Tensor:
 
 
 def group(
-    topk_idx: Tensor, num_experts: int, first_expert: int, is_wanted: Tensor | None = None
+    topk_idx: Tensor, num_experts: int, first_expert: int, is_member: Tensor | None = None
 ) -> GroupedRows:
     x = torch.zeros(len(topk_idx), 32, dtype=torch.float16)
-    return group_rows(x, topk_idx, is_wanted, num_experts, first_expert, in_k_order=False)[0]
+    return group_rows(x, topk_idx, is_member, num_experts, first_expert, in_k_order=False)[0]
 
 
 def assert_grouped(
-    grouped: GroupedRows, topk_idx: Tensor, num_experts: int, first_expert: int, is_wanted: Tensor | None
+    grouped: GroupedRows, topk_idx: Tensor, num_experts: int, first_expert: int, is_member: Tensor | None
 ) -> None:
     """Against lists, written as the definition says."""
     rows: dict[int, list[int]] = {expert: [] for expert in range(num_experts)}
     for pair, expert in enumerate(topk_idx.flatten().tolist()):
         local = expert - first_expert
-        if local in rows and (is_wanted is None or is_wanted[local]):
+        if local in rows and (is_member is None or is_member[local]):
             rows[local].append(pair)
     assert grouped.counts.tolist() == [len(pairs) for pairs in rows.values()]
     for expert, pairs in rows.items():

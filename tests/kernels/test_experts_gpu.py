@@ -39,12 +39,17 @@ class Case:
 
         shape = (*self.topk_idx.shape, self.layout.hidden_size)
         out = torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE)
+        is_member = None
+        if experts is not None:
+            is_member = torch.isin(
+                torch.arange(len(self.pages), device=DEVICE), torch.tensor(experts, device=DEVICE)
+            )
         expert_mlp(
             self.x,
             self.topk_idx,
             self.topk_weights,
             self.addresses() if addresses is None else addresses,
-            experts,
+            is_member,
             0,
             self.layout,
             out,
