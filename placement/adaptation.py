@@ -18,20 +18,22 @@ from numpy.typing import NDArray
 class AdaptationSettings:
     """How fast a hot set follows the traffic."""
 
-    half_life_tokens: float = 700.0
+    half_life_tokens: float = 2500.0
     """After so many routed rows a count weighs half. Shorter follows faster, longer is less noisy."""
-    min_gain: float = 0.15
+    min_gain: float = 0.2
     """A page comes in only for one that is used less by this share of it."""
-    min_sigmas: float = 1.5
+    min_sigmas: float = 2.0
     """And only if the difference exceeds this many standard deviations of what chance makes of equal pages."""
-    max_bytes_per_s: float = 1e9
-    """Copied for swaps, of each rank; 3 % of a link that all ranks share."""
-    max_burst_bytes: float = 1e9
+    max_bytes_per_s: float = 2e9
+    """Copied for swaps, of each rank; 6 % of a link while all ranks read."""
+    max_burst_bytes: float = 2e9
     """Budget that may be saved up while nothing is worth a swap; at least one page."""
 
     def __post_init__(self) -> None:
         if not (self.half_life_tokens > 0 and self.min_gain >= 0 and self.min_sigmas >= 0):
-            raise ValueError(f"half_life_tokens must be positive, min_gain and min_sigmas not negative: {self}")
+            raise ValueError(
+                f"half_life_tokens must be positive, min_gain and min_sigmas not negative: {self}"
+            )
         if not (self.max_bytes_per_s >= 0 and self.max_burst_bytes >= 0):
             raise ValueError(f"max_bytes_per_s and max_burst_bytes must not be negative: {self}")
 
@@ -85,7 +87,9 @@ class AdaptationPolicy:
         prior: NDArray[np.float64] | None = None,
     ) -> None:
         if len(hot_experts) != len(experts_per_layer):
-            raise ValueError(f"{len(hot_experts)} layers have hot experts, but {len(experts_per_layer)} exist")
+            raise ValueError(
+                f"{len(hot_experts)} layers have hot experts, but {len(experts_per_layer)} exist"
+            )
         self._first_pages = list(accumulate(experts_per_layer, initial=0))
         self._is_hot = np.zeros(self._first_pages[-1], bool)
         for layer, (hot, num_experts) in enumerate(zip(hot_experts, experts_per_layer, strict=True)):
