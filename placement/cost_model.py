@@ -128,7 +128,7 @@ def layer_ms(
     Args:
         machine: constants.
         loads: what is read.
-        window_ms: before each product, while the links would be idle.
+        window_ms: before each product, while the links would be idle (collectives, which use them a little, included).
         use_prefetch: fill that window with copies of the pages that the layer before asked for.
         overlaps: hot and cold pages are read at once.
     """
