@@ -110,11 +110,11 @@ class RoutingModel:
             num_sequences: decoded together, at least 1.
             rows_per_sequence: rows of a sequence in one step, at least 1.
             steps_per_passage: a passage of about 64 tokens at four tokens a step.
-            with_predictions: also ask the next layer's router ahead.
+            with_predictions: also ask the next layer's router ahead; what is chosen stays the same.
             recall: share of the choices that it foresees; published.
             seed: of the traffic, not of the router.
         """
-        rng = np.random.default_rng([self._seed, 1, seed])
+        rng, ahead = (np.random.default_rng([self._seed, purpose, seed]) for purpose in (1, 2))
         ids = np.empty((num_steps, num_sequences, rows_per_sequence, NUM_LAYERS, NUM_TOPK), np.uint16)
         predicted = np.empty_like(ids) if with_predictions else None
         for sequence in range(num_sequences):
@@ -130,7 +130,7 @@ class RoutingModel:
                 chosen = _draw(table, shape, rng)
                 ids[steps, sequence] = chosen
                 if predicted is not None:
-                    predicted[steps, sequence] = _predict(table, chosen, recall, rng)
+                    predicted[steps, sequence] = _predict(table, chosen, recall, ahead)
         whole = (num_steps, num_sequences * rows_per_sequence, NUM_LAYERS, NUM_TOPK)
         return Trace(
             traffic.label,
