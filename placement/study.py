@@ -174,6 +174,8 @@ class Study:
         return self._curves[key]
 
 
-def published_arm(row: Workload, *, is_placed: bool) -> Arm:
-    """What the published campaign ran."""
-    return Arm("static" if is_placed else "layer_offload", NUM_RANKS, row.offload_gib)
+def published_arm(row: Workload, *, is_placed: bool, placed_gib: float | None = None) -> Arm:
+    """What the published campaign ran, with the placed arm at its workload's budget unless another one is given."""
+    if not is_placed:
+        return Arm("layer_offload", NUM_RANKS, row.offload_gib)
+    return Arm("static", NUM_RANKS, row.offload_gib if placed_gib is None else placed_gib)

@@ -8,7 +8,7 @@ from typing import Final
 
 from placement.study import Calibration, Study, published_arm
 from placement.throughput import Engine
-from placement.workloads import WORKLOADS
+from placement.workloads import WIDE_OFFLOAD_GIB, WORKLOADS
 
 MAX_ERROR: Final = 0.10
 """Of a held-out row."""
@@ -41,6 +41,8 @@ class Approach:
 
     name: str
     engine: Engine
+    placed_gib: float | None = None
+    """Offloaded by the placed arm; None: as much as layer offload moves."""
 
 
 _PUBLISHED_ENGINE: Final = Engine(dense_ms=0.0)
@@ -54,6 +56,11 @@ APPROACHES: Final = (
     ),
     Approach(
         "the same, but staged copies hide behind everything else", replace(_PUBLISHED_ENGINE, stages=True)
+    ),
+    Approach(
+        "the same, but the placed arm always offloads 12 GiB, to make room for staging",
+        _PUBLISHED_ENGINE,
+        WIDE_OFFLOAD_GIB,
     ),
     Approach("the same, but hot and cold reads overlap", replace(_PUBLISHED_ENGINE, overlaps=True)),
 )
@@ -74,7 +81,7 @@ def validate(study: Study, approach: Approach = APPROACHES[0]) -> tuple[Calibrat
         for is_placed, published in ((False, row.published_layer_offload), (True, row.published_placed)):
             if published is not None:
                 engine = placed if is_placed else baseline(placed)
-                arm = published_arm(row, is_placed=is_placed)
+                arm = published_arm(row, is_placed=is_placed, placed_gib=approach.placed_gib)
                 simulated = study.tokens_per_s(row, arm, engine, calibration)
                 rows.append(Row(row.name, arm.name, published, simulated, is_placed))
     return calibration, rows
