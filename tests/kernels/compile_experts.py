@@ -1,4 +1,4 @@
-"""Compile the expert kernels ahead of time for one target and print what they need: one JSON line.
+"""Compile the kernels of experts and their pages ahead of time for one target; print what they need: one JSON line.
 
     python -m tests.kernels.compile_experts CAPABILITY      for example 120
 
@@ -17,9 +17,10 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from kernels import expert_decode, expert_prefill
+from kernels import expert_decode, expert_prefill, page_prefetch
 from kernels.formats import PageLayout
 
 GROUPED = {"pairs": "*i32", "offsets": "*i32", "counts": "*i32", "addresses": "*i64"}
@@ -27,6 +28,16 @@ DECODE = GROUPED | {"active": "*i32"}
 PREFILL = GROUPED | {"tile_experts": "*i32", "tile_starts": "*i32"}
 GATE_UP = {"x": "*bf16", "topk_weights": "*fp32", "h": "*bf16", "limit": "fp32"}
 DOWN = {"h": "*bf16", "out": "*bf16"}
+PREFETCH = {"addresses": "*i64", "table": "*i64", "was_prefetched": "*i1", "chosen": "*i32"}
+CHOOSE = {
+    "topk_idx": "*i64",
+    "is_cold": "*i1",
+    "first_expert": "i32",
+    "num_pairs": "i32",
+    "num_local": "i32",
+    "num_slots": "i32",
+}
+COPY = {"slots": "*u8", "num_vectors": "i32"}
 
 
 def main() -> None:
@@ -49,6 +60,11 @@ def main() -> None:
             )
             options = expert_prefill.down_options(layout, prefill)
             results.append(compile_for(capability, expert_prefill._down_kernel, PREFILL | DOWN, options))
+    for num_local in (48, 384):
+        experts = {"EXPERTS": triton.next_power_of_2(num_local), "PAIRS": 32, "num_warps": 4}
+        results.append(compile_for(capability, page_prefetch._choose_kernel, PREFETCH | CHOOSE, experts))
+    copy = {"WORDS": 2048, "num_warps": 4}
+    results.append(compile_for(capability, page_prefetch._copy_kernel, PREFETCH | COPY, copy))
     sys.stdout.write(json.dumps(results) + "\n")
 
 
@@ -58,7 +74,8 @@ def compile_for(
     """Compile a kernel and read its resources."""
     names = kernel.arg_names
     constants = {name: value for name, value in options.items() if name in names}
-    source = GluonASTSource(
+    source_type = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = source_type(
         kernel,
         signature={name: arguments.get(name, "constexpr") for name in names},
         constexprs=constants,
@@ -83,8 +100,7 @@ def compile_for(
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
     return {
         "kernel": f"{kernel.fn.__module__}.{kernel.fn.__name__}",
-        "inter": constants["INTER"],
-        "rows": constants["ROWS"],
+        "constants": constants,
         "threads": 32 * options["num_warps"],
         "registers": int(registers),
         "stack_bytes": int(stack),
