@@ -62,10 +62,12 @@ class GroupStream:
         self._cold = cold
         self._mailbox = AddressMailbox(max(directory.experts_per_layer), resident.device)
         slots = iter(resident.unbind())
-        self._hot_addresses = [
+        hot_addresses = [
             self._mailbox.send({expert: next(slots).data_ptr() for expert in hot}, count)
             for hot, count in zip(plan.hot_experts, directory.experts_per_layer, strict=True)
         ]
+        self._hot_members = [(addresses, addresses != 0) for addresses in hot_addresses]
+        """Of each layer: where its hot pages are, and which they are; the same for any step."""
         self.counts = [GroupCounts() for _ in plan.hot_experts]
         """By layer."""
         self._failures: list[str] = []
@@ -155,8 +157,8 @@ class GroupStream:
         counts.num_cold += len(group.cold)
         counts.num_hot += len(group.experts) - len(group.cold)
         if not group.cold:
-            hot = self._hot_addresses[layer]
-            return PageGroup(group.experts, failed=(), addresses=hot, is_member=hot != 0)
+            addresses, is_member = self._hot_members[layer]
+            return PageGroup(group.experts, failed=(), addresses=addresses, is_member=is_member)
         start = time.perf_counter()
         found: dict[int, int] = {}
         failed: list[int] = []
