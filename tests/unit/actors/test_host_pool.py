@@ -9,10 +9,11 @@ import msgspec
 import pytest
 import torch
 
-from actors.host_pool import HostPool, MappedPool, pool_contents
+from actors.host_pool import HostPool, MappedPool, pool_contents, region_bytes
 from actors.messages import PoolRegion
 from actors.page_directory import PageDirectory
 from actors.shared_memory import AttachError
+from kernels.formats import PageLayout
 from model.config import ModelConfig
 from model.expert_pages import local_experts_per_layer
 from model.expert_source import ExpertPageError
@@ -153,3 +154,13 @@ def test_the_cold_pages_of_a_layer_lie_side_by_side():
     assert offsets == [3, 0, 1, 4, 2, 5, 8, 6, 7]
     for page in range(9):
         assert torch.equal(mapped.read(page), pool.page(page))
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 4, 8])
+def test_a_region_of_the_released_model_takes_hardly_more_than_its_pages(ep_size):
+    experts = tuple([384 // ep_size] * 40 + [128 // ep_size] * 3)
+    contents = create_contents(
+        experts, world_size=8, ep_size=ep_size, hidden_size=5120, intermediate_size=2304 * ep_size // 8
+    )
+    page_bytes = sum(experts) * PageLayout(5120, 2304 * ep_size // 8).num_bytes
+    assert page_bytes <= region_bytes(contents) < 1.0001 * page_bytes
