@@ -188,7 +188,8 @@ class TieredExpertSource:
 
         Args:
             num_decode_rows: how many if the step has no others and is worth timing, else None.
-            chosen: after the step, `[num_layers, max_experts]` bool on the device: experts that it chose.
+            chosen: `[num_layers, max_experts]` bool on the device: experts chosen since it was called before; called
+                once, after the step.
         """
         is_timed = num_decode_rows is not None and self._prefetcher is not None
         self._is_prefetching = is_timed and self._trial.begin(num_decode_rows or 0)
@@ -196,11 +197,12 @@ class TieredExpertSource:
         yield
         if is_timed:
             self._trial.end(num_decode_rows or 0, time.perf_counter() - start)
+        is_chosen = chosen()
         if any(self._read_in_place):
             prefetched = (
                 self._prefetcher.was_prefetched if self._prefetcher and self._is_prefetching else None
             )
-            self._uses.add(chosen(), self._read_in_place, prefetched)
+            self._uses.add(is_chosen, self._read_in_place, prefetched)
             self._read_in_place = [False] * len(self._read_in_place)
             if prefetched is not None and self._prefetcher is not None:
                 self._prefetcher.clear()

@@ -124,6 +124,27 @@ def test_steps_of_more_rows_than_the_limit_are_staged():
     source.close()
 
 
+def test_what_a_staged_step_chose_is_not_counted_with_the_next_one_in_place():
+    source = create_source(PlacementPlan(((), (), (), ())), num_prefetched=0)
+    chosen = [{FIRST[0]}, {FIRST[0] + 1}]
+    since_last: list[set[int]] = []
+
+    def take_chosen() -> Tensor:
+        experts = set().union(*since_last)
+        since_last.clear()
+        return chosen_experts([experts, set(), set(), set()])
+
+    for experts, num_rows in zip(chosen, (17, 1), strict=True):
+        source.max_rows_in_place = 16
+        with source.step(None, take_chosen):
+            since_last.append(experts)
+            if source.in_place(0, num_rows) is None:
+                list(source.stream(0, [0]))
+    traffic = source.take_traffic()
+    assert (traffic.num_cold, traffic.direct_bytes) == (2, OWNER.layout.num_bytes)
+    source.close()
+
+
 def test_a_layer_with_a_page_on_disk_or_damaged_is_not_read_in_place():
     owner = create_pool(create_contents(EXPERTS_PER_LAYER))
     owner.page(owner.directory.index(2, 5))[0] ^= 1
