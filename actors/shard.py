@@ -23,7 +23,8 @@ from actors.rows_in_place import measure_rows_in_place
 from actors.shard_loop import ShardLoop, StepRunner
 from actors.step_channel import ShardEnd
 from model.checkpoint import Checkpoint
-from model.parallel import Collectives, ParallelLayout
+from model.collectives import Collectives
+from model.parallel import ParallelLayout
 from placement.plan import PlacementPlan, spread_evenly
 from placement.profile import Profile
 
