@@ -65,12 +65,12 @@ class ExpertCache:
         self._plan = plan
         self._loader: PoolLoader | None = None
 
-    def load(self) -> list[PoolRegion]:
-        """Fill the pool. Returns: each rank's region.
+    def load(self, numa_nodes: list[int | None]) -> list[PoolRegion]:
+        """Fill the pool, each region where its rank's GPU is. Returns: each rank's region.
 
         Raises: CheckpointError; HostMemoryError.
         """
-        return self._create_loader().load()
+        return self._create_loader().load(numa_nodes)
 
     def adopt(self, regions: list[PoolRegion]) -> list[PoolRegion]:
         """Take over the pool from a cache that died. Returns: each rank's region, through this process.

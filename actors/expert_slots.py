@@ -9,9 +9,8 @@ FREE ──acquire──> LOADING ──finish_load──> READY
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass
 from enum import IntEnum, auto
-from typing import Final
+from typing import Final, NamedTuple
 
 
 class SlotState(IntEnum):
@@ -26,14 +25,14 @@ class SlotState(IntEnum):
 
 
 _MOVES: Final = {
-    SlotState.FREE: {SlotState.LOADING},
-    SlotState.LOADING: {SlotState.READY, SlotState.FREE},
-    SlotState.READY: {SlotState.FREE},
+    (SlotState.FREE, SlotState.LOADING),
+    (SlotState.LOADING, SlotState.READY),
+    (SlotState.LOADING, SlotState.FREE),
+    (SlotState.READY, SlotState.FREE),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(NamedTuple):
     """A pinned page: where it is, and whether the caller has to load it."""
 
     slot: int
@@ -54,7 +53,10 @@ class ExpertSlots:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._slots = [_Slot() for _ in range(num_slots)]
+        # A list for each field: a prefill of slices comes here some thousand times a layer.
+        self._states = [SlotState.FREE] * num_slots
+        self._pages: list[int | None] = [None] * num_slots
+        self._num_pins = [0] * num_slots
         self._slot_of: dict[int, int] = {}
         self._free = deque(range(num_slots))
         """Taken from the left: pages that come one after the other get slots side by side."""
@@ -69,34 +71,36 @@ class ExpertSlots:
 
     def ready_pages(self) -> dict[int, int]:
         """Slot of every page that is READY."""
-        return {
-            page: slot for page, slot in self._slot_of.items() if self._slots[slot].state is SlotState.READY
-        }
+        return {page: slot for page, slot in self._slot_of.items() if self._states[slot] is SlotState.READY}
 
     def state_of(self, page: int) -> SlotState:
         """State of the page's slot; FREE if it has none."""
         slot = self._slot_of.get(page)
-        return SlotState.FREE if slot is None else self._slots[slot].state
+        return SlotState.FREE if slot is None else self._states[slot]
 
     def acquire(self, page: int) -> Lease:
         """Pin `page` in a slot, in place of a page that nobody pins if no slot is free."""
         slot = self._slot_of.get(page)
         if slot is not None:
             self._evictable.pop(slot, None)
-            self._slots[slot].num_pins += 1
+            self._num_pins[slot] += 1
             return Lease(slot, must_load=False)
-        slot = self._take_free_slot()
+        if not self._free:
+            self._evict()
+        slot = self._free.popleft()
         self._move(slot, SlotState.LOADING)
-        self._slots[slot].page, self._slots[slot].num_pins = page, 1
+        self._pages[slot] = page
+        self._num_pins[slot] = 1
         self._slot_of[page] = slot
         return Lease(slot, must_load=True)
 
-    def finish_load(self, page: int) -> None:
-        """The slot of `page` holds its bytes now."""
+    def finish_load(self, page: int) -> int:
+        """The slot of `page` holds its bytes now. Returns: the slot."""
         slot = self._slot_of[page]
         self._move(slot, SlotState.READY)
-        if not self._slots[slot].num_pins:
+        if not self._num_pins[slot]:
             self._evictable[slot] = None
+        return slot
 
     def fail_load(self, page: int) -> None:
         """`page` could not be read: forget it and its pins, which are not released any more."""
@@ -105,48 +109,43 @@ class ExpertSlots:
     def release(self, page: int) -> None:
         """Drop one pin of `page`."""
         slot = self._slot_of[page]
-        held = self._slots[slot]
-        assert held.num_pins > 0, f"{page=} {held=}"
-        held.num_pins -= 1
-        if not held.num_pins and held.state is SlotState.READY:
+        assert self._num_pins[slot] > 0, f"{page=} {slot=}"
+        self._num_pins[slot] -= 1
+        if not self._num_pins[slot] and self._states[slot] is SlotState.READY:
             self._evictable[slot] = None
 
     def check_integrity(self) -> None:
         """Assert the invariants that bookkeeping can show."""
-        for slot, held in enumerate(self._slots):
-            is_free = held.state is SlotState.FREE
-            assert is_free == (held.page is None) == (slot in self._free), f"{slot=} {held=} {self._free=}"
-            assert not (is_free and held.num_pins), f"{slot=} {held=}"
-            can_go = held.state is SlotState.READY and not held.num_pins
-            assert can_go == (slot in self._evictable), f"{slot=} {held=} {self._evictable=}"
-        pages = {held.page: slot for slot, held in enumerate(self._slots) if held.page is not None}
+        for slot, (state, page, num_pins) in enumerate(
+            zip(self._states, self._pages, self._num_pins, strict=True)
+        ):
+            is_free = state is SlotState.FREE
+            assert is_free == (page is None) == (slot in self._free), (
+                f"{slot=} {state=} {page=} {self._free=}"
+            )
+            assert not (is_free and num_pins), f"{slot=} {num_pins=}"
+            can_go = state is SlotState.READY and not num_pins
+            assert can_go == (slot in self._evictable), f"{slot=} {state=} {num_pins=} {self._evictable=}"
+        pages = {page: slot for slot, page in enumerate(self._pages) if page is not None}
         assert pages == self._slot_of, f"{pages=} {self._slot_of=}"
         assert len(self._free) == len(set(self._free)), f"{self._free=}"
 
-    def _take_free_slot(self) -> int:
-        if not self._free:
-            assert self._evictable, f"every slot is loading or pinned: {self._slots}"
-            self._free_slot(next(iter(self._evictable)))
-            self.num_evictions += 1
-        return self._free.popleft()
+    def _evict(self) -> None:
+        assert self._evictable, f"every slot is loading or pinned: {self._states} {self._num_pins}"
+        self._free_slot(next(iter(self._evictable)))
+        self.num_evictions += 1
 
     def _free_slot(self, slot: int) -> None:
-        page = self._slots[slot].page
+        page = self._pages[slot]
         assert page is not None, f"{slot=}"
         self._move(slot, SlotState.FREE)
-        self._slots[slot] = _Slot()
+        self._pages[slot] = None
+        self._num_pins[slot] = 0
         del self._slot_of[page]
         self._evictable.pop(slot, None)
         self._free.append(slot)
 
     def _move(self, slot: int, state: SlotState) -> None:
-        current = self._slots[slot].state
-        assert state in _MOVES[current], f"{slot=}: {current!r} -> {state!r}"
-        self._slots[slot].state = state
-
-
-@dataclass(slots=True)
-class _Slot:
-    state: SlotState = SlotState.FREE
-    page: int | None = None
-    num_pins: int = 0
+        current = self._states[slot]
+        assert (current, state) in _MOVES, f"{slot=}: {current!r} -> {state!r}"
+        self._states[slot] = state

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import ray
 
 from actors.config import ShardConfig
+from actors.cuda_driver import CudaDriver
 from actors.messages import PoolRegion, ShardFailure, ShardPlace, ShardStart, ShardStats
+from actors.numa import numa_node_of
 from placement.profile import Profile
 
 if TYPE_CHECKING:
@@ -38,11 +40,13 @@ class GPUShard:
     def place(self) -> ShardPlace:
         """Where this shard is."""
         context = ray.get_runtime_context()
+        gpu_ids = context.get_accelerator_ids()["GPU"]
         return ShardPlace(
             rank=self._rank,
             node_id=context.get_node_id(),
             pid=os.getpid(),
-            gpu_ids=context.get_accelerator_ids()["GPU"],
+            gpu_ids=gpu_ids,
+            numa_node=numa_node_of(CudaDriver().pci_address()) if gpu_ids else None,
         )
 
     def open_store(self, timeout_s: float) -> int:

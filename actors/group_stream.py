@@ -103,8 +103,8 @@ class GroupStream:
     def _stream(
         self, layer: int, groups: Sequence[Group], ahead: Collection[int]
     ) -> Generator[PageGroup, None, None]:
-        to_fetch = deque(tuple(e for e in group.cold if e not in ahead) for group in groups)
         held = set(ahead)
+        to_fetch = deque(tuple(e for e in group.cold if e not in held) for group in groups)
         needs_most = sum(len(group.cold) for group in groups) >= _ENOUGH * len(self._cold_experts[layer])
         try:
             for group in groups:
@@ -141,9 +141,9 @@ class GroupStream:
     def _take_ahead(self, layer: int, experts: Collection[int]) -> tuple[int, ...]:
         """Experts of a layer whose pages were fetched ahead; others that were are released."""
         (ahead_layer, fetched), self._ahead = self._ahead, (0, [])
-        kept = tuple(e for e in fetched if ahead_layer == layer and e in experts)
-        self._release(ahead_layer, [e for e in fetched if ahead_layer != layer or e not in kept])
-        return kept
+        needed = frozenset(experts) if ahead_layer == layer else frozenset()
+        self._release(ahead_layer, [e for e in fetched if e not in needed])
+        return tuple(e for e in fetched if e in needed)
 
     def _release(self, layer: int, experts: Collection[int]) -> None:
         for expert in experts:
@@ -184,7 +184,8 @@ def split_groups(
     experts: Sequence[int], hot: Container[int], max_cold: int, first: Collection[int] = ()
 ) -> list[Group]:
     """The hot ones of `experts` as one group, then the cold ones, `max_cold` at a time, those in `first` first."""
-    cold = [*first, *(expert for expert in experts if expert not in hot and expert not in first)]
+    placed = frozenset(first)
+    cold = [*first, *(expert for expert in experts if expert not in hot and expert not in placed)]
     groups = [tuple(cold[i : i + max_cold]) for i in range(0, len(cold), max_cold)]
     resident = tuple(expert for expert in experts if expert in hot)
     return [*([Group(resident, ())] if resident else []), *(Group(group, group) for group in groups)]

@@ -98,11 +98,19 @@ class HostPool:
     map the region from then on, and keep it when the owner closes it or dies; then another process may `adopt` it.
 
     Invariant: in a complete region every page has the checksum recorded for it.
+
+    Args:
+        contents: what it is for.
+        numa_node: where its memory should be; None: wherever the kernel puts it.
     """
 
-    def __init__(self, contents: PoolContents) -> None:
+    def __init__(self, contents: PoolContents, numa_node: int | None = None) -> None:
         layout = _RegionLayout(contents)
-        self._take(SharedMapping.create(f"hotset-pool-{contents.rank}", layout.num_bytes), layout, contents)
+        name = f"hotset-pool-{contents.rank}"
+        mapping = SharedMapping.create(name, layout.num_bytes, is_allocated=False)
+        if numa_node is not None:
+            mapping.prefer_numa_node(numa_node)
+        self._take(mapping, layout, contents)
         self._views.write_contents(contents)
 
     @classmethod
@@ -123,6 +131,10 @@ class HostPool:
         self.directory = layout.directory
         self.layout = layout.pages
         self._slot_of = layout.slot_of
+
+    def allocate(self, offset: int, num_bytes: int) -> None:
+        """Allocate a part of the region before it is filled; for any number of threads. Raises: OSError."""
+        self._mapping.allocate(offset, min(num_bytes, self.region.segment.num_bytes - offset))
 
     def is_intact(self, page: int) -> bool:
         """Whether a page has the checksum that was recorded for it."""

@@ -250,6 +250,8 @@ class ShardPlace(Message, frozen=True):
     gpu_ids: list[str]
     """As the cluster names them; empty on a CPU. The process sees no other GPU, so its own is always
     `cuda:0`."""
+    numa_node: int | None = None
+    """Of its GPU; None on a CPU, or if the machine has but one node."""
 
 
 class SharedSegment(Message, frozen=True):
@@ -356,6 +358,10 @@ class CacheStats(Message, frozen=True):
     num_filled_pages: int = 0
     num_bytes: int = 0
     """Of the whole pool."""
+    load_bytes_per_s: float | None = None
+    """At which it was filled, checksums included; None if it was not, or by another cache."""
+    disk_bytes_per_s: float | None = None
+    """At which the checkpoint's disk reads by itself, measured just before; None if that is not known."""
 
 
 RequestMessage = AddRequest | AbortRequest | StopCore

@@ -1,12 +1,7 @@
-"""PinnedMemory: host memory that a GPU copies from at the link's full speed and reads in place.
-
-Calls go to the CUDA driver, not to the runtime: the driver returns an error and keeps none, while the runtime's "last
-error" would come up again in whatever kernel PyTorch launches next.
-"""
+"""PinnedMemory: host memory that a GPU copies from at the link's full speed and reads in place."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import mmap
@@ -16,12 +11,12 @@ from typing import Final, Protocol
 
 from torch import Tensor
 
+from actors.cuda_driver import CudaDriverError
+
 logger = logging.getLogger(__name__)
 
 MAX_CHUNK_BYTES: Final = 64 * 2**30
 """Larger registrations fail on some drivers."""
-_PORTABLE, _DEVICE_MAP = 0x01, 0x02
-"""CU_MEMHOSTREGISTER_*: for every context of the process; readable by the GPU under an address."""
 
 
 class PinError(RuntimeError):
@@ -32,47 +27,13 @@ class PinDriver(Protocol):
     """Registers ranges of host memory with a device."""
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Pin a range, which then has the same address on the device. Raises: PinError; nothing is pinned then."""
+        """Pin a range, which then has the same address on the device.
+
+        Raises: CudaDriverError; nothing is pinned then.
+        """
 
     def unregister(self, address: int) -> None:
-        """Undo `register`. Raises: PinError."""
-
-
-class CudaDriver:
-    """The CUDA driver, in the context that is current in the calling thread (PyTorch's, once it was used there)."""
-
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL("libcuda.so.1")
-
-    def register(self, address: int, num_bytes: int) -> None:
-        """See PinDriver."""
-        flags = ctypes.c_uint(_PORTABLE | _DEVICE_MAP)
-        self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), flags)
-        on_device = ctypes.c_uint64()
-        try:
-            self._call(
-                "cuMemHostGetDevicePointer_v2",
-                ctypes.byref(on_device),
-                ctypes.c_void_p(address),
-                ctypes.c_uint(0),
-            )
-            if on_device.value != address:
-                raise PinError(f"host address {address:#x} is {on_device.value:#x} on the device")
-        except PinError:
-            self.unregister(address)
-            raise
-
-    def unregister(self, address: int) -> None:
-        """See PinDriver."""
-        self._call("cuMemHostUnregister", ctypes.c_void_p(address))
-
-    def _call(self, function: str, *arguments: object) -> None:
-        status: int = getattr(self._library, function)(*arguments)
-        if status != 0:
-            name = ctypes.c_char_p()
-            self._library.cuGetErrorName(ctypes.c_int(status), ctypes.byref(name))
-            reason = name.value.decode() if name.value else "an unknown error"
-            raise PinError(f"{function} gave {reason} ({status})")
+        """Undo `register`. Raises: CudaDriverError."""
 
 
 class PinnedMemory:
@@ -95,7 +56,7 @@ class PinnedMemory:
         for address, num_bytes in chunks(pages, max_chunk_bytes):
             try:
                 driver.register(address, num_bytes)
-            except PinError as error:
+            except CudaDriverError as error:
                 self.close()
                 raise PinError(
                     f"{num_bytes / 2**30:.2f} GiB of the {pages.nbytes / 2**30:.2f} GiB of expert pages cannot be "
@@ -121,7 +82,7 @@ class PinnedMemory:
         while self._registered:
             try:
                 self._driver.unregister(self._registered.pop())
-            except PinError as error:
+            except CudaDriverError as error:
                 logger.error("expert pages stay registered: %s", error)
         self._pages = None
 

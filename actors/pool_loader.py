@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from threading import Lock
 from typing import Final
 
+from actors.disk_speed import read_speed
 from actors.host_memory import available_memory_bytes
 from actors.host_pool import HostPool, num_host_pages, pool_contents, region_bytes
 from actors.messages import CacheStats, PoolRegion
@@ -20,6 +22,8 @@ from placement.plan import PlacementPlan
 logger = logging.getLogger(__name__)
 
 _REPORT_INTERVAL_S: Final = 5.0
+_ALLOCATION_BYTES: Final = 2**30
+_DISK_SAMPLE_BYTES: Final = 512 * 2**20
 
 
 class HostMemoryError(RuntimeError):
@@ -66,15 +70,20 @@ class PoolLoader:
         self._num_threads = num_threads
         self._pools: list[HostPool] = []
         self._num_filled_pages = 0
+        self._lock = Lock()
+        self._speeds: tuple[float | None, float | None] = (None, None)
+        """Bytes a second of the last load and of the disk."""
 
-    def load(self) -> list[PoolRegion]:
+    def load(self, numa_nodes: Sequence[int | None] = ()) -> list[PoolRegion]:
         """Allocate and fill the regions. Returns: rank by rank.
 
+        Args:
+            numa_nodes: where each rank's device is, if that matters.
         Raises: HostMemoryError; CheckpointError if an expert cannot be read.
         """
         if not self._pools:
             self._check_memory()
-            self._pools = self._filled_pools()
+            self._pools = self._filled_pools(numa_nodes or [None] * len(self._ranks))
         return [pool.region for pool in self._pools]
 
     def adopt(self, regions: Sequence[PoolRegion]) -> list[PoolRegion]:
@@ -109,6 +118,8 @@ class PoolLoader:
             num_pages=sum(map(num_host_pages, self._contents)),
             num_filled_pages=self._num_filled_pages,
             num_bytes=sum(map(region_bytes, self._contents)),
+            load_bytes_per_s=self._speeds[0],
+            disk_bytes_per_s=self._speeds[1],
         )
 
     def close(self) -> None:
@@ -124,35 +135,64 @@ class PoolLoader:
                 "free memory, or set expert_cache.max_host_pages to leave some of it in the checkpoint"
             )
 
-    def _filled_pools(self) -> list[HostPool]:
+    def _filled_pools(self, numa_nodes: Sequence[int | None]) -> list[HostPool]:
+        disk = self._disk_bytes_per_s()
         with ThreadPoolExecutor(self._num_threads, thread_name_prefix="load-experts") as threads:
-            pools = list(threads.map(HostPool, self._contents))
+            pools = [HostPool(*made_of) for made_of in zip(self._contents, numa_nodes, strict=True)]
+            self._allocate(pools, threads)
+            start = time.monotonic()
             self._fill(pools, threads)
         for pool in pools:
             pool.complete()
+        speed = self.stats().num_bytes / max(time.monotonic() - start, 1e-6)
+        self._speeds = (speed, disk)
+        logger.info(
+            "expert pool: loaded at %s/s; the disk itself reads %s",
+            _gib(speed),
+            "at a speed that cannot be measured" if disk is None else f"{_gib(disk)}/s",
+        )
         return pools
+
+    def _disk_bytes_per_s(self) -> float | None:
+        largest = max(self._checkpoint.files, key=lambda path: path.stat().st_size)
+        return read_speed(largest, self._num_threads, _DISK_SAMPLE_BYTES)
+
+    def _allocate(self, pools: Sequence[HostPool], threads: ThreadPoolExecutor) -> None:
+        """Let threads take the regions' memory, side by side: one region's is allocated by one thread at a time."""
+        largest = max(map(region_bytes, self._contents))
+        parts = [
+            (pool, offset)
+            for offset in range(0, largest, _ALLOCATION_BYTES)
+            for pool in pools
+            if offset < pool.region.segment.num_bytes
+        ]
+        futures = [threads.submit(pool.allocate, offset, _ALLOCATION_BYTES) for pool, offset in parts]
+        self._wait_for("allocated", futures, threads)
 
     def _fill(self, pools: Sequence[HostPool], threads: ThreadPoolExecutor) -> None:
         """Read all experts, in the order in which the checkpoint stores them."""
-        start = reported = time.monotonic()
         futures = [
             threads.submit(self._load_expert, pools, layer, expert_id)
             for layer in range(self._config.num_layers_with_drafts)
             for expert_id in range(self._config.num_experts_of(layer))
         ]
+        self._wait_for("filled", futures, threads)
+
+    def _wait_for(self, what: str, futures: Sequence[Future[None]], threads: ThreadPoolExecutor) -> None:
+        """Wait for all of it and log how far it is; the first failure ends the rest."""
+        start = reported = time.monotonic()
         try:
             for num_done, future in enumerate(as_completed(futures), 1):
-                self._num_filled_pages += future.result()
+                future.result()
                 if time.monotonic() - reported >= _REPORT_INTERVAL_S or num_done == len(futures):
                     reported = time.monotonic()
-                    self._report(num_done / len(futures), reported - start)
+                    self._report(what, num_done / len(futures), reported - start)
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
             raise
 
-    def _load_expert(self, pools: Sequence[HostPool], layer: int, expert_id: int) -> int:
-        """Fill the pages of one expert on all ranks that hold a share. Returns: how many."""
-        num_pages = 0
+    def _load_expert(self, pools: Sequence[HostPool], layer: int, expert_id: int) -> None:
+        """Fill the pages of one expert on all ranks that hold a share."""
         for parallel, pool in zip(self._ranks, pools, strict=True):
             local = parallel.local_experts(self._config.num_experts_of(layer))
             if expert_id not in local:
@@ -164,19 +204,20 @@ class PoolLoader:
                 read_scales(self._checkpoint, self._config, parallel, layer, expert)
                 continue
             self._fill_page(pool, parallel, page)
-            num_pages += 1
-        return num_pages
+            with self._lock:
+                self._num_filled_pages += 1
 
     def _fill_page(self, pool: HostPool, parallel: ParallelLayout, page: int) -> None:
         fill_page(pool.page(page), self._checkpoint, self._config, parallel, *pool.directory.locate(page))
         pool.seal(page)
 
-    def _report(self, share: float, elapsed_s: float) -> None:
+    def _report(self, what: str, share: float, elapsed_s: float) -> None:
         num_bytes = self.stats().num_bytes
         logger.info(
-            "expert pool: %.0f %% of %s filled, %s/s",
+            "expert pool: %.0f %% of %s %s, %s/s",
             100 * share,
             _gib(num_bytes),
+            what,
             _gib(share * num_bytes / max(elapsed_s, 1e-3)),
         )
 

@@ -12,11 +12,12 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from actors.config import ShardConfig
+from actors.cuda_driver import CudaDriver
 from actors.expert_tiers import TieredExpertSource, create_expert_source
 from actors.host_pool import MappedPool, pool_contents
 from actors.messages import PoolRegion, ShardFailure, ShardStart, ShardStats
 from actors.page_reader import PageReader, fill_from
-from actors.pinned_memory import CudaDriver, PinDriver, PinError, PinnedMemory
+from actors.pinned_memory import PinDriver, PinError, PinnedMemory
 from actors.process_group import connect_store, join_group, leave_group, open_store
 from actors.routing_counter import RoutingCounter
 from actors.rows_in_place import measure_rows_in_place

@@ -12,12 +12,16 @@ import fcntl
 import mmap
 import os
 import weakref
+from typing import Final
 
 from actors.messages import SharedSegment
 
 _FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _LIBC = ctypes.CDLL(None, use_errno=True)
-"""For a call that Python's library does not offer."""
+"""For calls that Python's library does not offer."""
+_MBIND: Final = {"x86_64": 237, "aarch64": 235}
+"""Number of the system call, for which libc has no function."""
+_MPOL_PREFERRED: Final = 1
 
 
 class AttachError(RuntimeError):
@@ -40,15 +44,18 @@ class SharedMapping:
         self._close_fd: weakref.finalize[..., SharedMapping] | None = None
 
     @classmethod
-    def create(cls, name: str, num_bytes: int) -> SharedMapping:
+    def create(cls, name: str, num_bytes: int, *, is_allocated: bool = True) -> SharedMapping:
         """Make zeroed memory of `num_bytes`; `name` only shows in `/proc/<pid>/maps`.
 
-        All of it is allocated now. NOTE: Linux answers a lack of memory by killing processes, not by an
-        error; who asks for much looks first what is available.
+        All of it is allocated now, unless `is_allocated` is False; then `allocate` does it, or the first access. NOTE:
+        Linux answers a lack of memory by killing processes, not by an error; who asks for much looks first what is
+        available.
         """
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(fd, 0, num_bytes)
+            os.ftruncate(fd, num_bytes)
+            if is_allocated:
+                os.posix_fallocate(fd, 0, num_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FIXED_SIZE)
             memory = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED)
         except BaseException:
@@ -94,19 +101,45 @@ class SharedMapping:
         mapping._close_fd = weakref.finalize(mapping, os.close, fd)
         return mapping
 
+    def allocate(self, offset: int, num_bytes: int) -> None:
+        """Allocate a part of the memory that this process made; other threads run meanwhile.
+
+        Raises: OSError.
+        """
+        os.posix_fallocate(self.segment.fd, offset, num_bytes)
+
+    def prefer_numa_node(self, node: int) -> None:
+        """Let what is not allocated yet come from a NUMA node, as long as that has any.
+
+        Raises: OSError if there is no such node.
+        """
+        number = _MBIND.get(os.uname().machine)
+        if number is None:
+            return  # a preference, on a machine that nobody tried yet
+        nodes = (ctypes.c_ulong * (node // 64 + 1))()
+        nodes[node // 64] = 1 << node % 64
+        address, length = ctypes.c_void_p(self._address), ctypes.c_ulong(len(self.memory))
+        max_node = ctypes.c_ulong(64 * len(nodes) + 1)
+        if _LIBC.syscall(ctypes.c_long(number), address, length, _MPOL_PREFERRED, nodes, max_node, 0):
+            raise OSError(ctypes.get_errno(), f"mbind to NUMA node {node} failed")
+
     def make_read_only(self) -> None:
         """Let this process write no more through this mapping, as if it had been attached so.
 
         Raises: OSError.
         """
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        if _LIBC.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(self.memory)), mmap.PROT_READ):
+        if _LIBC.mprotect(ctypes.c_void_p(self._address), ctypes.c_size_t(len(self.memory)), mmap.PROT_READ):
             raise OSError(ctypes.get_errno(), "mprotect of shared memory failed")
 
     def close(self) -> None:
         """Let no one attach any more through this process; safe to call twice."""
         if self._close_fd is not None:
             self._close_fd()
+
+    @property
+    def _address(self) -> int:
+        """Where writable memory begins in this process."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
 
 def _is_sealed(fd: int) -> bool:

@@ -134,33 +134,30 @@ def merge_runs(
         boundaries: addresses of sources that are not copied together with what lies before them.
     Returns: fewer, longer ones.
     """
+    num_bytes = pairs[0][0].numel() if pairs else 0
+    addresses = [(source.data_ptr(), target.data_ptr()) for source, target in pairs]
     merged: list[tuple[Tensor, Tensor]] = []
     start = 0
     for end in range(1, len(pairs) + 1):
-        if (
-            end < len(pairs)
-            and _are_neighbours(pairs[end - 1], pairs[end])
-            and (pairs[end][0].data_ptr() not in boundaries)
-        ):
-            continue
-        source, target = pairs[start]
-        num_bytes = (end - start) * source.numel()
-        merged.append((_longer(source, num_bytes), _longer(target, num_bytes)))
+        if end < len(pairs):
+            (source, target), (next_source, next_target) = addresses[end - 1], addresses[end]
+            are_neighbours = next_source == source + num_bytes and next_target == target + num_bytes
+            if are_neighbours and next_source not in boundaries:
+                continue
+        merged += _as_one(pairs[start:end], (end - start) * num_bytes)
         start = end
     return merged
 
 
-def _are_neighbours(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
-    return all(
-        a.data_ptr() + a.numel() == b.data_ptr()
-        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-        for a, b in zip(one, other, strict=True)
-    )
-
-
-def _longer(memory: Tensor, num_bytes: int) -> Tensor:
-    """The same start, more bytes of what it is a view of."""
-    return memory if memory.numel() == num_bytes else memory.as_strided((num_bytes,), (1,))
+def _as_one(run: Sequence[tuple[Tensor, Tensor]], num_bytes: int) -> Sequence[tuple[Tensor, Tensor]]:
+    """Neighbours as one pair, if they are parts of the same memory for torch as well."""
+    if len(run) == 1:
+        return run
+    source, target = run[0]
+    for first in (source, target):
+        if first.storage_offset() + num_bytes > first.untyped_storage().nbytes():
+            return run
+    return [(source.as_strided((num_bytes,), (1,)), target.as_strided((num_bytes,), (1,)))]
 
 
 class _CudaBatch:
@@ -237,6 +234,7 @@ class StagedPages:
     def __init__(self, memory: Tensor, read_page: ReadPage, copier: Copier) -> None:
         self._memory = memory
         self._targets = memory.unbind()
+        self._addresses = [target.data_ptr() for target in self._targets]
         self._read_page = read_page
         self._copier = copier
         self._slots = ExpertSlots(len(memory))
@@ -268,15 +266,15 @@ class StagedPages:
 
     def join(self, page: int) -> int:
         """See ColdPages."""
-        if page in self._copies:
-            copy = self._copies.pop(page)
-            try:
-                copy.join()
-            except ExpertPageError:
-                self._slots.fail_load(page)
-                raise
-            self._slots.finish_load(page)
-        return self._memory.data_ptr() + self._slots.slot_of(page) * self._memory.shape[1]
+        copy = self._copies.pop(page, None)
+        if copy is None:
+            return self._addresses[self._slots.slot_of(page)]
+        try:
+            copy.join()
+        except ExpertPageError:
+            self._slots.fail_load(page)
+            raise
+        return self._addresses[self._slots.finish_load(page)]
 
     def release(self, page: int) -> None:
         """See ColdPages."""

@@ -37,13 +37,14 @@ import torch
 from torch import Tensor
 
 from actors.config import ShardConfig
+from actors.cuda_driver import CudaDriver
 from actors.expert_tiers import TieredExpertSource, create_expert_source
 from actors.host_pool import HostPool, MappedPool, hot_page_bits
 from actors.messages import PoolContents, PoolRegion
 from actors.page_directory import PageDirectory
 from actors.page_loading import load_pages
 from actors.page_reader import PageReader
-from actors.pinned_memory import CudaDriver, PinnedMemory
+from actors.pinned_memory import PinnedMemory
 from actors.staging import create_copier
 from kernels import experts as kernels
 from kernels.formats import PageLayout

@@ -79,10 +79,11 @@ def start_executor(
     Raises: what kept the cache or a shard from it; no shard is left then.
     """
     channel = CoreEnd(config.world_size)
-    loading = cache.load.remote()  # meanwhile the shards' processes start
     gang = ShardGang(placement_group, namespace, config.world_size, device)
     try:
-        _check_one_machine(gang.place())
+        places = gang.place()
+        _check_one_machine(places)
+        loading = cache.load.remote([place.numa_node for place in places])
         store_port = gang.open_store(config.collective_timeout_s)
         starts = [
             ShardStart(

@@ -76,6 +76,11 @@ class Checkpoint:
         return self._layout.content_hash
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """Files with tensors in them."""
+        return tuple(self._maps)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Canonical names of all tensors, in the order of computation."""
         return tuple(self._layout.sources)

@@ -123,4 +123,4 @@ class FakeCore:
 
     def all_pids(self) -> list[int]:
         """This process, the cache and the shards."""
-        return [os.getpid(), ray.get(self._cache.load.remote())[0].segment.pid, *self.shard_pids()]
+        return [os.getpid(), ray.get(self._cache.load.remote([]))[0].segment.pid, *self.shard_pids()]

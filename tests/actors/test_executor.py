@@ -126,15 +126,15 @@ def test_shards_are_rebuilt_from_a_pool_whose_cache_died_and_was_handed_over(gro
     core = FakeCore(group, "test-heir", tiny_checkpoint, ShardConfig(world_size=2))
     expected = core.execute(create_step(0))
     cache = ray.get_actor(EXPERT_CACHE, "test-heir")
-    os.kill(ray.get(cache.load.remote())[0].segment.pid, signal.SIGKILL)
+    os.kill(ray.get(cache.load.remote([]))[0].segment.pid, signal.SIGKILL)
     assert core.execute(create_step(1)).sequences == expected.sequences
     asyncio.run(keep_until_loaded(cache, "test-heir"))
     with pytest.raises(ShardsLostError, match="rank 1 died"):
         core.execute(create_step(2, (1, signal.SIGKILL)))
-    regions = ray.get(cache.load.remote())
+    regions = ray.get(cache.load.remote([]))
     core.start()
     assert core.execute(create_step(0)).sequences == expected.sequences
-    assert ray.get(cache.load.remote()) == regions
+    assert ray.get(cache.load.remote([])) == regions
     core.shutdown()
 
 

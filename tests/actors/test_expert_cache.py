@@ -27,8 +27,8 @@ def test_the_cache_loads_answers_and_names_what_it_cannot_read(group, tiny_check
         for namespace, path in (("test-good", tiny_checkpoint), ("test-bad", damaged))
     )
     with pytest.raises(CheckpointError, match=name):
-        ray.get(bad.load.remote())
-    regions = ray.get(good.load.remote())
+        ray.get(bad.load.remote([]))
+    regions = ray.get(good.load.remote([]))
     cache = ray.get_actor(EXPERT_CACHE, "test-good")
     stats = ray.get(cache.stats.options(concurrency_group=CONTROL_GROUP).remote())
     assert (

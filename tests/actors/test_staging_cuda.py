@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from actors.config import ShardConfig
+from actors.cuda_driver import CudaDriver
 from actors.expert_tiers import TieredExpertSource, create_expert_source
 from actors.host_pool import HostPool, MappedPool
 from actors.in_place import find_in_place
 from actors.page_loading import load_pages
-from actors.pinned_memory import CudaDriver, PinError, PinnedMemory
+from actors.pinned_memory import PinError, PinnedMemory
 from actors.staging import CudaCopier, StagedPages
 from kernels.reference.experts import view_memory
 from placement.plan import PlacementPlan, spread_evenly

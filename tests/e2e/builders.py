@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from actors.config import ShardConfig
+from actors.cuda_driver import CudaDriver
 from actors.expert_tiers import TieredExpertSource, create_expert_source
 from actors.host_pool import HostPool, MappedPool, pool_contents
 from actors.messages import AddRequest, SamplingParams, StepInput, StepOutput
 from actors.page_reader import PageReader, fill_from
-from actors.pinned_memory import CudaDriver, PinnedMemory
+from actors.pinned_memory import PinnedMemory
 from actors.routing_counter import RoutingCounter
 from actors.shard_runner import ShardRunner
 from deployment.config import SchedulerConfig

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.cuda_driver import CudaDriverError
 from actors.host_pool import MappedPool
 from actors.pinned_memory import PinError, PinnedMemory, chunks
 from actors.shard import pin_pool
@@ -24,13 +25,13 @@ class FakeDriver:
 
     def register(self, address: int, num_bytes: int) -> None:
         if len(self.registered) == self.num_until_failure:
-            raise PinError("cuMemHostRegister_v2 gave CUDA_ERROR_OUT_OF_MEMORY (2)")
+            raise CudaDriverError("cuMemHostRegister_v2 gave CUDA_ERROR_OUT_OF_MEMORY (2)")
         self.registered[address] = num_bytes
         self.calls.append(("register", address))
 
     def unregister(self, address: int) -> None:
         if address not in self.registered:
-            raise PinError("cuMemHostUnregister gave CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED (713)")
+            raise CudaDriverError("cuMemHostUnregister gave CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED (713)")
         del self.registered[address]
         self.calls.append(("unregister", address))
 

@@ -1,4 +1,5 @@
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from actors import pool_loader
 from actors.host_pool import MappedPool
 from actors.pool_loader import HostMemoryError, PoolLoader
-from actors.shared_memory import AttachError
+from actors.shared_memory import AttachError, SharedMapping
 from model.checkpoint import Checkpoint
 from model.expert_pages import fill_page
 from model.parallel import ParallelLayout
@@ -46,7 +47,27 @@ def test_loading_again_returns_the_same_regions(checkpoint):
 def test_progress_is_logged(checkpoint, caplog):
     with caplog.at_level(logging.INFO):
         PoolLoader(checkpoint, 1, 1, num_threads=1).load()
-    assert "100 %" in caplog.text
+    assert re.search("100 % of .* allocated.*100 % of .* filled.*loaded at .*disk", caplog.text, re.DOTALL)
+
+
+def test_the_speed_of_loading_is_told_beside_that_of_the_disk(checkpoint, monkeypatch):
+    monkeypatch.setattr(pool_loader, "read_speed", lambda path, num_threads, max_bytes: 5e9)
+    loader = PoolLoader(checkpoint, 1, 1, num_threads=1)
+    assert (loader.stats().load_bytes_per_s, loader.stats().disk_bytes_per_s) == (None, None)
+    loader.load()
+    stats = loader.stats()
+    assert stats.load_bytes_per_s > 0
+    assert stats.disk_bytes_per_s == 5e9
+    loader.close()
+
+
+def test_regions_are_asked_of_the_nodes_of_their_ranks(checkpoint, monkeypatch):
+    asked = []
+    monkeypatch.setattr(SharedMapping, "prefer_numa_node", lambda mapping, node: asked.append(node))
+    loader = PoolLoader(checkpoint, 4, 4, num_threads=2)
+    loader.load([1, None, 0, 1])
+    assert asked == [1, 0, 1]
+    loader.close()
 
 
 def test_a_pool_larger_than_the_free_memory_is_refused_before_it_is_allocated(checkpoint, monkeypatch):
