@@ -65,6 +65,11 @@ class Shard:
         self._store: TCPStore | None = None
         self._parts: _Parts | None = None
 
+    def free_device_bytes(self) -> int:
+        """What this process can still take on its GPU, once its CUDA context is made, which this does."""
+        free_bytes: int = torch.cuda.mem_get_info(0)[0]
+        return free_bytes
+
     def open_store(self, timeout_s: float) -> int:
         """Open the store in which all ranks meet. Returns: its port on the loopback interface."""
         self._store = open_store(timeout_s)

@@ -58,7 +58,10 @@ DRIVER: Final = Term(
     "of a GPU sold as 32 GB: eight offer 251 GiB together, 31.4 GiB each (published machine)",
 )
 CUDA_CONTEXT: Final = Term(
-    "runtime", "CUDA context", 512 * _MIB, "assumption", "with cuBLAS and the kernels' code; not measured"
+    "runtime", "CUDA context", 384 * _MIB, "assumption", "before anything is loaded; not measured"
+)
+LIBRARIES: Final = Term(
+    "runtime", "libraries", 128 * _MIB, "assumption", "cuBLAS's workspace and the kernels' code; not measured"
 )
 NCCL: Final = Term("runtime", "NCCL buffers", 512 * _MIB, "assumption", "with several ranks; not measured")
 CUDA_GRAPHS: Final = Term(
@@ -278,6 +281,7 @@ def gib(num_bytes: float) -> str:
 
 
 def _runtime_terms(layout: ExpertLayout, settings: MemorySettings) -> Iterable[Term]:
+    yield LIBRARIES
     if settings.world_size > 1:
         yield NCCL
     num_pages = layout.num_rank_pages if settings.max_host_pages is None else settings.max_host_pages
