@@ -26,7 +26,7 @@ class ShardConfig(BaseModel):
     """Activations that enter the expert products. `fp8` rounds them as the reference implementation does."""
     max_resident_pages: int | None = Field(default=None, ge=0)
     """Expert pages kept in device slots per rank, the same share of every layer; the rest are cold and stream from
-    the host pool. Unset: all, or what `placement_plan` says."""
+    the host pool. Unset: what `placement_plan` says, or all that fit on the GPU (CPU: all)."""
     placement_plan: Path | None = None
     """File of `python -m placement.plan` that says which expert pages are hot, in place of `max_resident_pages`. It
     must be made for the checkpoint, `world_size` and `ep_size`, with room for `num_staging_slots`."""

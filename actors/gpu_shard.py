@@ -47,6 +47,7 @@ class GPUShard:
             pid=os.getpid(),
             gpu_ids=gpu_ids,
             numa_node=numa_node_of(CudaDriver().pci_address()) if gpu_ids else None,
+            free_device_bytes=self._shard.free_device_bytes() if gpu_ids else None,
         )
 
     def open_store(self, timeout_s: float) -> int:

@@ -252,6 +252,8 @@ class ShardPlace(Message, frozen=True):
     `cuda:0`."""
     numa_node: int | None = None
     """Of its GPU; None on a CPU, or if the machine has but one node."""
+    free_device_bytes: int | None = None
+    """What it can take on its GPU before it has loaded anything, its CUDA context made; None on a CPU."""
 
 
 class SharedSegment(Message, frozen=True):

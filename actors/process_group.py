@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from model.parallel import Collectives, ParallelLayout
+from model.collectives import Collectives
+from model.parallel import ParallelLayout
 
 LOOPBACK = "127.0.0.1"
 

@@ -24,7 +24,8 @@ from actors.rows_in_place import measure_rows_in_place
 from actors.shard_loop import ShardLoop, StepRunner
 from actors.step_channel import ShardEnd
 from model.checkpoint import Checkpoint
-from model.parallel import Collectives, ParallelLayout
+from model.collectives import Collectives
+from model.parallel import ParallelLayout
 from placement.plan import PlacementPlan, spread_evenly
 from placement.profile import Profile
 
@@ -63,6 +64,11 @@ class Shard:
         self._rank = rank
         self._store: TCPStore | None = None
         self._parts: _Parts | None = None
+
+    def free_device_bytes(self) -> int:
+        """What this process can still take on its GPU, once its CUDA context is made, which this does."""
+        free_bytes: int = torch.cuda.mem_get_info(0)[0]
+        return free_bytes
 
     def open_store(self, timeout_s: float) -> int:
         """Open the store in which all ranks meet. Returns: its port on the loopback interface."""

@@ -24,7 +24,9 @@ class SchedulerConfig(BaseModel):
     block_size: int = Field(default=32, ge=2, multiple_of=2)
     """Tokens per KV block."""
     num_blocks: int | None = Field(default=None, ge=2)
-    """KV blocks on every shard. Unset: enough for `max_num_seqs` sequences of `max_model_len` tokens."""
+    """KV blocks on every shard. Unset: enough for `max_num_seqs` sequences of `max_model_len` tokens; on GPUs no more
+    than one such sequence, or an eighth of the memory that weights and workspace leave, or what resident pages leave,
+    whichever is most (`python -m placement.memory` tells)."""
     max_waiting_requests: int = Field(default=256, ge=0)
     """Requests that may wait for admission; more are refused at once with 429 and Retry-After."""
 

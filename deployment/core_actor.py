@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,15 +12,17 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.messages import RequestChannel
+from actors.messages import RequestChannel, ShardPlace
 from actors.runner_factory import ModelRunnerFactory
 from deployment.bundles import Device
 from deployment.config import EngineConfig
+from deployment.device_fit import fit_devices
 from deployment.engine import Engine
 from deployment.engine_core import EngineCore
-from deployment.executor import start_executor
+from deployment.executor import ShardSetup, start_executor
 from deployment.limits import SchedulerLimits
 from deployment.scheduler import Scheduler
+from model.config import CheckpointConfig
 from placement.engine_plan import EnginePlan
 
 ENGINE_CORE = "engine_core"
@@ -34,6 +37,7 @@ class EngineSpec:
     checkpoint: Path
     device: Device
     limits: SchedulerLimits
+    """On GPUs `num_blocks` is what fits unless it is set."""
     eos_token_id: int
     vocab_size: int
     plan: EnginePlan | None
@@ -75,6 +79,15 @@ class EngineCoreActor:
             channel: to the Engine replica.
         """
         limits = spec.limits
+
+        def set_up(places: Sequence[ShardPlace]) -> ShardSetup:
+            nonlocal limits
+            checkpoint = CheckpointConfig.load(spec.checkpoint / "config.json")
+            free_bytes = [place.free_device_bytes for place in places]
+            limits, shard = fit_devices(spec.config, checkpoint, limits, spec.plan, free_bytes)
+            create_runner = ModelRunnerFactory(limits.max_num_seqs, limits.num_blocks, limits.block_size)
+            return ShardSetup(shard, create_runner)
+
         executor = start_executor(
             placement_group=placement_group,
             namespace=namespace,
@@ -83,7 +96,7 @@ class EngineCoreActor:
             device=spec.device,
             cache=cache,
             verify_checksums=spec.config.expert_cache.verify_checksums,
-            create_runner=ModelRunnerFactory(limits.max_num_seqs, limits.num_blocks, limits.block_size),
+            set_up=set_up,
             plan=spec.plan,
         )
         engine = Engine(Scheduler(limits, eos_token_id=spec.eos_token_id), executor)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -38,6 +39,15 @@ _LOAD_TIMEOUT_S: Final = 3600.0
 """For the expert cache to fill the pool."""
 
 
+@dataclass(frozen=True, slots=True)
+class ShardSetup:
+    """What is decided about the shards once it is known where they are."""
+
+    config: ShardConfig
+    create_runner: RunnerFactory
+    """Builds each shard's StepRunner, in its process."""
+
+
 class Gang(Protocol):
     """What the executor needs of ShardGang once the shards run."""
 
@@ -60,7 +70,7 @@ def start_executor(
     device: Device,
     cache: ActorHandle,
     verify_checksums: bool,
-    create_runner: RunnerFactory,
+    set_up: Callable[[Sequence[ShardPlace]], ShardSetup],
     plan: EnginePlan | None = None,
 ) -> RayExecutor:
     """Start the shards of an engine. They belong to the calling process and end with it.
@@ -69,11 +79,11 @@ def start_executor(
         placement_group: of the engine, with the bundles of `placement_bundles`.
         namespace: of the engine's actors.
         checkpoint: folder.
-        config: of the shards.
+        config: of the shards, as far as it is decided before they are placed.
         device: what `config.device` was resolved to.
         cache: the engine's ExpertCache; it loads the pool if it has not yet.
         verify_checksums: check each page when a shard first reads it.
-        create_runner: builds each shard's StepRunner, in its process.
+        set_up: decides the rest, from where they are, by rank.
         plan: which pages are hot, checked against the rest; None: as `config.max_resident_pages` says.
     Returns: the executor, when every shard is ready for steps.
     Raises: what kept the cache or a shard from it; no shard is left then.
@@ -83,6 +93,7 @@ def start_executor(
     try:
         places = gang.place()
         _check_one_machine(places)
+        setup = set_up(places)
         loading = cache.load.remote([place.numa_node for place in places])
         store_port = gang.open_store(config.collective_timeout_s)
         starts = [
@@ -99,7 +110,7 @@ def start_executor(
             )
             for rank, region in enumerate(ray.get(loading, timeout=_LOAD_TIMEOUT_S))
         ]
-        gang.initialize(starts, config, create_runner)
+        gang.initialize(starts, setup.config, setup.create_runner)
         gang.run()
     except BaseException:
         channel.close()

@@ -24,10 +24,10 @@ from kernels.reference.norm import rms_norm
 from kernels.reference.quantize import quantize_q4n, quantize_q4u, quantize_q8
 from kernels.reference.rope import Yarn, apply_rope, rope_frequencies
 from model.batch import ForwardBatch, Rows
+from model.collectives import Collectives
 from model.config import ModelConfig
 from model.kv_cache import KvCaches
 from model.numerics import Numerics
-from model.parallel import Collectives
 from model.probe import Probe
 from model.row_tiles import split_rows
 from model.weights import AttentionWeights, CompressorWeights, IndexerWeights

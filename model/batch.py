@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.kv_cache import CacheGeometry, half_ring_size, window_ring_size
+from model.kv_cache import CacheGeometry
+from model.kv_layout import half_ring_size, window_ring_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from kernels.reference.linear import linear, linear_bf16
 from kernels.reference.norm import rms_norm
 from kernels.reference.quantize import quantize_q8
 from model.batch import Rows
-from model.kv_cache import window_ring_size
+from model.kv_layout import window_ring_size
 from model.transformer import Transformer
 
 ChooseTokens = Callable[[Tensor], Tensor]

@@ -9,10 +9,10 @@ from kernels.reference.engram import inject_engram
 from kernels.reference.engram_hash import engram_row_ids, map_lookback
 from kernels.reference.linear import linear
 from kernels.reference.quantize import dequantize_fp8_rows, quantize_q8
+from model.collectives import Collectives
 from model.config import ModelConfig
 from model.engram_map import EngramHash
 from model.numerics import Numerics
-from model.parallel import Collectives
 from model.probe import Probe
 from model.weights import EngramWeights
 

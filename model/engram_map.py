@@ -5,9 +5,7 @@ Source: `spec/model.md` sections 7.1 and 7.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from math import isqrt
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +15,7 @@ from tokenizers import Regex, Tokenizer, normalizers
 from torch import Tensor
 
 from model.config import ModelConfig
+from model.engram_tables import engram_table_sizes
 from model.shard_file import CheckpointError
 
 TOKEN_MAP_FILE = "engram_token_map.npy"
@@ -92,16 +91,9 @@ def engram_multipliers(layer: int, compressed_vocab: int, max_ngram: int = 4) ->
 
 
 def engram_moduli(config: ModelConfig) -> dict[int, Tensor]:
-    """Hash table sizes per Engram layer: `[ngram - 1, heads]` int64, primes from `engram_vocab_size` on.
-
-    Every prime is used once, over all layers.
-    """
-    primes = _primes_from(config.engram_vocab_size)
+    """Hash table sizes per Engram layer: `[ngram - 1, heads]` int64, see `engram_table_sizes`."""
     shape = (config.engram_max_ngram_size - 1, config.engram_n_heads)
-    return {
-        layer: torch.tensor([[next(primes) for _ in range(shape[1])] for _ in range(shape[0])])
-        for layer in config.engram_layer_ids
-    }
+    return {layer: torch.tensor(sizes).view(shape) for layer, sizes in engram_table_sizes(config).items()}
 
 
 def load_token_map(directory: Path, config: ModelConfig) -> Tensor:
@@ -177,12 +169,3 @@ def _compute_token_map(path: Path, vocab_size: int) -> npt.NDArray[np.int32]:
         return build_token_map(tokenizer, vocab_size)
     except ValueError as error:
         raise CheckpointError(path, str(error)) from error
-
-
-def _primes_from(start: int) -> Iterator[int]:
-    """Primes not below `start`, ascending; trial division, enough for the table sizes in use."""
-    number = start
-    while True:
-        if number > 1 and all(number % divisor for divisor in range(2, isqrt(number) + 1)):
-            yield number
-        number += 1

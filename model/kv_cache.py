@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
+from model.kv_layout import CacheShapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +46,6 @@ class CacheGeometry:
         return block_table[sequence, entries // per_block] * per_block + entries % per_block
 
 
-def window_ring_size(config: ModelConfig) -> int:
-    """Rows of a window ring: the window, and the rows of one verify that may be rejected and overwritten."""
-    return config.sliding_window + config.dspark_block_size + 1
-
-
-def half_ring_size(config: ModelConfig) -> int:
-    """Tokens whose compressor inputs are kept so that a rejected verify can resume inside a group."""
-    return config.dspark_block_size + 2
-
-
 class KvCaches:
     """All cache tensors of one rank (one KV head: every rank holds the same).
 
@@ -71,23 +62,15 @@ class KvCaches:
         self, config: ModelConfig, geometry: CacheGeometry, accumulate: torch.dtype, device: torch.device
     ) -> None:
         self.geometry = geometry
-        rows = geometry.num_slots * window_ring_size(config)
+        shapes = CacheShapes.of(config, geometry.num_slots, geometry.num_blocks, geometry.block_size)
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
+        def zeros(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.windows = zeros(config.num_layers_with_drafts, rows, config.head_dim)
-        self.entries: dict[int, Tensor] = {}
-        self.index_keys: dict[int, Tensor] = {}
-        self.halves: dict[int, Tensor] = {}
-        for layer in config.kv_source_layer_ids:
-            ratio = config.compress_ratios[layer]
-            num_entries = geometry.num_blocks * geometry.entries_per_block(ratio)
-            self.entries[layer] = zeros(num_entries, config.head_dim)
-            self.index_keys[layer] = zeros(num_entries, config.index_head_dim)
-            if ratio == 2:
-                num_halves = geometry.num_slots * half_ring_size(config)
-                self.halves[layer] = zeros(num_halves, 2, config.head_dim, dtype=accumulate)
+        self.windows = zeros(shapes.windows)
+        self.entries = {layer: zeros(shape) for layer, shape in shapes.entries.items()}
+        self.index_keys = {layer: zeros(shape) for layer, shape in shapes.index_keys.items()}
+        self.halves = {layer: zeros(shape, accumulate) for layer, shape in shapes.halves.items()}
 
     def read_index_keys(self, layer: int, ratio: int, block_table: Tensor, num_entries: int) -> Tensor:
         """First index keys of one sequence.

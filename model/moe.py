@@ -14,10 +14,11 @@ from kernels.reference.experts import swiglu
 from kernels.reference.linear import linear, linear_bf16
 from kernels.reference.quantize import quantize_q8
 from kernels.reference.router import route
+from model.collectives import Collectives
 from model.config import ModelConfig
 from model.expert_source import ExpertSource, PageGroup
 from model.numerics import Numerics
-from model.parallel import Collectives, ParallelLayout
+from model.parallel import ParallelLayout
 from model.probe import Probe
 from model.weights import MoeWeights
 

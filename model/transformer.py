@@ -12,13 +12,14 @@ from kernels.reference.linear import linear
 from kernels.reference.norm import rms_norm
 from model.attention import Attention, Selection
 from model.batch import ForwardBatch
+from model.collectives import Collectives
 from model.config import ModelConfig
 from model.engram import Engram
 from model.expert_source import ExpertSource
 from model.kv_cache import KvCaches
 from model.moe import MixtureOfExperts
 from model.numerics import Numerics
-from model.parallel import Collectives, ParallelLayout
+from model.parallel import ParallelLayout
 from model.probe import Probe, no_probe
 from model.weights import HyperConnectionWeights, ModelWeights
 

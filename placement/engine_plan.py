@@ -26,7 +26,7 @@ class PlanError(ValueError):
 
 
 class ExpertLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the experts of a model are cut over ranks; `model.parallel` says the same with tensors at hand.
+    """How the experts of a model are cut over ranks; `model.parallel` says the same of everything that one rank holds.
 
     Invariant: `check_layout`.
     """

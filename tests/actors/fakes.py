@@ -15,7 +15,7 @@ from actors.expert_cache import start_expert_cache
 from actors.messages import SampledToken, ScheduledSequence, SequenceOutput, StepInput, StepOutput
 from actors.names import CONTROL_GROUP, shard_name
 from actors.shard import ShardContext
-from deployment.executor import RayExecutor, start_executor
+from deployment.executor import RayExecutor, ShardSetup, start_executor
 from kernels.reference.experts import view_memory
 from placement.engine_plan import EnginePlan
 
@@ -104,7 +104,7 @@ class FakeCore:
             device="cpu",
             cache=self._cache,
             verify_checksums=True,
-            create_runner=SummingRunner,
+            set_up=lambda places: ShardSetup(self._config, SummingRunner),
             plan=self._plan,
         )
         return self._executor

@@ -23,10 +23,11 @@ from deployment.engine import Engine
 from deployment.limits import SchedulerLimits
 from deployment.scheduler import Scheduler
 from model.checkpoint import Checkpoint
+from model.collectives import Collectives
 from model.engram_map import load_token_map
 from model.kv_cache import CacheGeometry, KvCaches
 from model.numerics import Numerics
-from model.parallel import Collectives, ParallelLayout
+from model.parallel import ParallelLayout
 from model.transformer import Transformer
 from model.weights import ModelWeights, load_weights
 from placement.plan import PlacementPlan, spread_evenly

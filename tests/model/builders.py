@@ -13,6 +13,7 @@ from torch import Tensor
 
 from model.batch import ForwardBatch, SequenceRows
 from model.checkpoint import Checkpoint
+from model.collectives import Collectives
 from model.config import ModelConfig
 from model.dspark import DSpark
 from model.engram_map import load_token_map
@@ -20,7 +21,7 @@ from model.expert_pages import fill_page, local_experts_per_layer, page_layout
 from model.expert_source import PageGroup
 from model.kv_cache import CacheGeometry, KvCaches
 from model.numerics import Numerics
-from model.parallel import Collectives, ParallelLayout
+from model.parallel import ParallelLayout
 from model.transformer import Hidden, Transformer
 from model.weights import load_weights
 

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.batch import EntryWrites, ForwardBatch, Rows, SequenceRows
 from model.config import CheckpointConfig
-from model.kv_cache import CacheGeometry, window_ring_size
+from model.kv_cache import CacheGeometry
+from model.kv_layout import window_ring_size
 
 CONFIG = CheckpointConfig.load(Path(__file__).parent.parent / "data" / "released_config.json").text_config
 CONFIG = CONFIG.model_copy(update={"sliding_window": 4})

@@ -10,8 +10,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from model.collectives import Collectives
 from model.config import CheckpointConfig, ModelConfig
-from model.parallel import Collectives, ParallelLayout
+from model.parallel import ParallelLayout
 
 RELEASED_CONFIG = Path(__file__).parent.parent / "data" / "released_config.json"
 CUTS = [(world, ep) for world in (1, 2, 4, 6, 8) for ep in (1, 2, 3, 4, 6, 8) if world % ep == 0]

@@ -10,9 +10,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from model.collectives import Collectives
 from model.dspark import Anchor
 from model.numerics import Numerics
-from model.parallel import Collectives, ParallelLayout
+from model.parallel import ParallelLayout
 from model.sampler import greedy
 from tests.model.builders import GOLDEN, create_tiny_model
 
