@@ -33,7 +33,8 @@ from placement.device_memory import (
     index_row_bytes,
     resolve_settings,
 )
-from placement.memory import DOES_NOT_FIT, MemoryPlan, available_on, create_memory_plan, main, region_bytes
+from placement.memory import DOES_NOT_FIT, create_memory_plan, main
+from placement.memory_plan import MemoryPlan, available_on, region_bytes
 from placement.plan import MIN_STAGING_SLOTS
 
 CONFIG_FILE = Path(__file__).parents[2] / "data" / "released_config.json"
@@ -56,6 +57,7 @@ def _derive_components_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return DERIVED[key]
 
     monkeypatch.setattr("placement.memory.components", cached)
+    monkeypatch.setattr("placement.memory_advice.components", cached)
 
 
 def create_settings(**changes: Any) -> MemorySettings:
