@@ -12,7 +12,7 @@ from torch import Tensor
 
 from actors.config import ShardConfig
 from actors.group_stream import GroupStream
-from actors.in_place import InPlaceLayers, find_in_place
+from actors.in_place import InPlaceLayers
 from actors.messages import ExpertTraffic
 from actors.page_loading import check_pages, load_pages
 from actors.page_prefetch import MAX_PAIRS, PagePrefetcher
@@ -57,9 +57,9 @@ def create_expert_source(
     )
     if reads_in_place and device.type == "cuda":
         check_pages(pages, sorted(set(range(pages.directory.num_pages)).difference(hot)), copier, device)
-    in_place = find_in_place(pages, plan, resident, can_read_pool=reads_in_place)
+    in_place = InPlaceLayers(pages, device, can_read_pool=reads_in_place)
     cold = _create_cold_pages(pages, config, copier, device)
-    prefetcher = _create_prefetcher(pages, config, in_place) if reads_in_place else None
+    prefetcher = _create_prefetcher(pages, config, plan, in_place) if reads_in_place else None
     return TieredExpertSource(
         pages, plan, resident, cold, in_place, prefetcher, math.inf if config.staging == "direct" else 0
     )
@@ -80,10 +80,10 @@ def _create_cold_pages(
 
 
 def _create_prefetcher(
-    pages: PageReader, config: ShardConfig, in_place: InPlaceLayers
+    pages: PageReader, config: ShardConfig, plan: PlacementPlan, in_place: InPlaceLayers
 ) -> PagePrefetcher | None:
     num_slots = int(config.prefetch_mib * 2**20) // pages.layout.num_bytes
-    if num_slots == 0 or all(in_place.is_resident):
+    if num_slots == 0 or plan.num_hot == pages.directory.num_pages:
         return None
     num_slots = min(num_slots, max(pages.directory.experts_per_layer))
     return PagePrefetcher(pages.first_experts, in_place.is_cold, num_slots, pages.layout.num_bytes)
@@ -95,7 +95,8 @@ class TieredExpertSource:
     Steps of up to `max_rows_in_place` rows read the layers that allow it in place; others, and layers with a page on
     disk or a damaged one, get their pages group by group.
 
-    Invariant: the address of a hot expert never changes.
+    Invariant: a page is hot, and then in exactly one slot of `resident`, or cold. Which it is changes between two
+    steps only, by `make_cold` and `make_hot`.
 
     Args:
         pages: of the rank.
@@ -118,19 +119,23 @@ class TieredExpertSource:
         max_rows_in_place: float = 0,
     ) -> None:
         self._reader = pages
-        self._num_hot = [len(hot) for hot in plan.hot_experts]
-        self._resident = resident  # keeps the memory that addresses point to
+        slots = iter(resident.unbind())
+        self._hot = [{expert: next(slots) for expert in hot} for hot in plan.hot_experts]
+        """By layer and local expert: the slot of each hot page."""
         self._in_place = in_place
         self._prefetcher = prefetcher
         self._trial = PrefetchTrial()
         self._is_prefetching = False
         self.max_rows_in_place = max_rows_in_place
         """Steps of more rows stage the cold pages. May change between two steps."""
-        self._groups = GroupStream(pages.directory, plan, resident, cold)
+        self._groups = GroupStream(pages.directory, cold, resident.device)
         self._uses = PageUses(pages.first_experts, in_place.is_cold, pages.directory.experts_per_layer)
         self._read_in_place = [False] * len(plan.hot_experts)
         """Layers that were, in this step."""
         self._reported = ExpertTraffic()
+        self._changed = set(range(len(self._hot)))
+        """Layers whose hot set is not published yet."""
+        self.publish()
 
     @property
     def prefetches(self) -> bool:
@@ -159,7 +164,7 @@ class TieredExpertSource:
     def coldest_layer_in_place(self) -> int | None:
         """Of the layers that can be read in place, that with the most cold pages; None if no cold page can be."""
         cold = [
-            (len(addresses) - self._num_hot[layer], -layer)
+            (len(addresses) - len(self._hot[layer]), -layer)
             for layer, addresses in enumerate(self._in_place.addresses)
             if addresses is not None and not self._in_place.is_resident[layer]
         ]
@@ -206,6 +211,40 @@ class TieredExpertSource:
             self._read_in_place = [False] * len(self._read_in_place)
             if prefetched is not None and self._prefetcher is not None:
                 self._prefetcher.clear()
+
+    def page_in_pool(self, page: tuple[int, int]) -> Tensor | None:
+        """See HotPages."""
+        return self._reader.in_place(self._reader.directory.index(*page))
+
+    def make_cold(self, page: tuple[int, int]) -> Tensor:
+        """See HotPages."""
+        layer, expert = page
+        self._changed.add(layer)
+        return self._hot[layer].pop(expert)
+
+    def make_hot(self, page: tuple[int, int], slot: Tensor) -> None:
+        """See HotPages."""
+        layer, expert = page
+        assert expert not in self._hot[layer], f"{page=}"
+        self._hot[layer][expert] = slot
+        self._changed.add(layer)
+
+    def publish(self) -> None:
+        """See HotPages."""
+        for layer in self._changed:
+            addresses = {expert: slot.data_ptr() for expert, slot in self._hot[layer].items()}
+            self._groups.set_hot(layer, addresses)
+            self._in_place.update(layer, addresses)
+        self._changed.clear()
+
+    @property
+    def experts_per_layer(self) -> tuple[int, ...]:
+        """Local experts."""
+        return self._reader.directory.experts_per_layer
+
+    def hot_experts(self) -> tuple[tuple[int, ...], ...]:
+        """Local experts with a resident page, by layer; from any thread."""
+        return tuple(tuple(sorted(hot)) for hot in self._hot)
 
     def traffic_by_layer(self) -> tuple[ExpertTraffic, ...]:
         """Pages and bytes since start; from any thread."""

@@ -10,7 +10,7 @@ import ray
 
 from actors.config import ShardConfig
 from actors.cuda_driver import CudaDriver
-from actors.messages import PoolRegion, ShardFailure, ShardPlace, ShardStart, ShardStats
+from actors.messages import PoolRegion, RankPlacement, ShardFailure, ShardPlace, ShardStart, ShardStats
 from actors.numa import numa_node_of
 from placement.profile import Profile
 
@@ -22,7 +22,7 @@ class GPUShard:
     """One rank of an engine.
 
     Protocol: `place`; `open_store` on rank 0; `initialize` on all ranks, then `run` on all. Steps reach
-    `run` through shared memory, not as calls. `stats`, `profile`, `region` and `check_health` at any time after
+    `run` through shared memory, not as calls. The other methods at any time after
     `initialize`, in the group CONTROL_GROUP. A shard never restarts: when one is lost, all are killed.
     """
 
@@ -69,6 +69,14 @@ class GPUShard:
     def profile(self, label: str) -> Profile:
         """How often each expert was chosen since start."""
         return self._shard.profile(label)
+
+    def placement(self) -> RankPlacement:
+        """Where this rank's pages are now."""
+        return self._shard.placement()
+
+    def pause_adaptation(self, is_paused: bool) -> None:
+        """Let the hot set stay as it is, or follow the traffic again."""
+        self._shard.pause_adaptation(is_paused)
 
     def stats(self) -> ShardStats:
         """What this rank holds and has done."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Container, Generator, Iterator, Sequence
+from collections.abc import Collection, Container, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from actors.address_mailbox import AddressMailbox
 from actors.page_directory import PageDirectory
 from actors.staging import ColdPages
 from model.expert_source import ExpertPageError, PageGroup
-from placement.plan import PlacementPlan
 
 _ENOUGH: Final = 7 / 8
 """Of a layer's cold pages: who needs so many will need most of the next layer's, too."""
@@ -44,31 +44,21 @@ class GroupStream:
     - pages that were fetched for a layer ahead of its `stream` are released by the next `stream` at the latest.
 
     Args:
-        directory: of the rank's pages.
-        plan: which experts are hot.
-        resident: `[plan.num_hot, page_bytes]` uint8, the hot pages, layer by layer.
+        directory: of the rank's pages; all are cold at first.
         cold: every other page.
+        device: that computes.
     """
 
-    def __init__(
-        self, directory: PageDirectory, plan: PlacementPlan, resident: Tensor, cold: ColdPages
-    ) -> None:
+    def __init__(self, directory: PageDirectory, cold: ColdPages, device: torch.device) -> None:
+        num_layers = len(directory.experts_per_layer)
         self._directory = directory
-        self._hot = [frozenset(hot) for hot in plan.hot_experts]
-        self._cold_experts = [
-            tuple(e for e in range(count) if e not in hot)
-            for count, hot in zip(directory.experts_per_layer, self._hot, strict=True)
-        ]
+        self._hot: list[frozenset[int]] = [frozenset()] * num_layers
+        self._cold_experts: list[tuple[int, ...]] = [()] * num_layers
         self._cold = cold
-        self._mailbox = AddressMailbox(max(directory.experts_per_layer), resident.device)
-        slots = iter(resident.unbind())
-        hot_addresses = [
-            self._mailbox.send({expert: next(slots).data_ptr() for expert in hot}, count)
-            for hot, count in zip(plan.hot_experts, directory.experts_per_layer, strict=True)
-        ]
-        self._hot_members = [(addresses, addresses != 0) for addresses in hot_addresses]
-        """Of each layer: where its hot pages are, and which they are; the same for any step."""
-        self.counts = [GroupCounts() for _ in plan.hot_experts]
+        self._mailbox = AddressMailbox(max(directory.experts_per_layer), device)
+        self._hot_members = [self._members(layer, {}) for layer in range(num_layers)]
+        """Of each layer: where its hot pages are, and which they are."""
+        self.counts = [GroupCounts() for _ in range(num_layers)]
         """By layer."""
         self._failures: list[str] = []
         self._running: Generator[PageGroup, None, None] | None = None
@@ -77,6 +67,31 @@ class GroupStream:
         """Which layer was streamed after each one, the last time."""
         self._ahead: tuple[int, list[int]] = (0, [])
         """A layer that was not streamed yet, and those of its experts whose pages are fetched."""
+        for layer in range(num_layers):
+            self.set_hot(layer, {})
+
+    def set_hot(self, layer: int, hot: Mapping[int, int]) -> None:
+        """Say which pages of a layer are resident; between two forwards.
+
+        Args:
+            layer: whose hot set is new.
+            hot: address by expert.
+        """
+        self._end_forward()
+        self._hot[layer] = frozenset(hot)
+        num_local = self._directory.experts_per_layer[layer]
+        self._cold_experts[layer] = tuple(e for e in range(num_local) if e not in hot)
+        self._hot_members[layer] = self._members(layer, hot)
+
+    def _members(self, layer: int, hot: Mapping[int, int]) -> tuple[Tensor, Tensor]:
+        addresses = self._mailbox.send(hot, self._directory.experts_per_layer[layer])
+        return addresses, addresses != 0
+
+    def _end_forward(self) -> None:
+        """Release what a forward has left: pages that were fetched ahead, and those of one that failed."""
+        if self._running is not None:
+            self._running.close()
+        self._take_ahead(0, ())
 
     def stream(self, layer: int, experts: Sequence[int]) -> Iterator[PageGroup]:
         """See ExpertSource."""
@@ -97,9 +112,7 @@ class GroupStream:
 
     def close(self) -> None:
         """End the copies; safe to call twice."""
-        if self._running is not None:
-            self._running.close()
-        self._take_ahead(0, ())
+        self._end_forward()
         self._cold.close()
 
     def _stream(

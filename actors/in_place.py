@@ -2,66 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from actors.address_mailbox import AddressMailbox
 from actors.page_reader import PageReader
-from kernels.formats import check_page_addresses
-from placement.plan import PlacementPlan
 
 
-@dataclass(frozen=True, slots=True)
 class InPlaceLayers:
-    """What can be read in place, layer by layer."""
-
-    addresses: tuple[Tensor | None, ...]
-    """`[num_local_experts]` int64, on the device: resident slots and pages of the host pool. None for a layer with a
-    page that is neither, or that the device cannot read there."""
-    is_resident: tuple[bool, ...]
-    """Whether a layer has no cold page."""
-    is_cold: Tensor
-    """`[num_layers, max_local]` bool, on the device."""
-
-
-def find_in_place(
-    pages: PageReader, plan: PlacementPlan, resident: Tensor, *, can_read_pool: bool
-) -> InPlaceLayers:
-    """Look which layers can be read in place.
+    """What can be read in place, layer by layer.
 
     Args:
-        pages: of the rank. Cold ones are checked now, if they were not yet.
-        plan: which are hot.
-        resident: `[plan.num_hot, page_bytes]` uint8, the hot pages, layer by layer.
-        can_read_pool: whether the device of `resident` reads the host pool.
+        pages: of the rank. Cold ones are checked when they are first found here.
+        can_read_pool: whether the device reads the host pool.
+        device: that computes.
     """
-    counts = pages.directory.experts_per_layer
-    slots = iter(resident.unbind())
-    is_cold = torch.ones(len(counts), max(counts), dtype=torch.bool)
-    addresses: list[Tensor | None] = []
-    for layer, num_local in enumerate(counts):
-        known = {expert: next(slots).data_ptr() for expert in plan.hot_experts[layer]}
-        is_cold[layer, list(known)] = False
-        is_cold[layer, num_local:] = False
-        cold = [expert for expert in range(num_local) if expert not in known]
-        if cold and can_read_pool:
-            known |= _addresses_in_pool(pages, layer, cold)
-        check_page_addresses(known)
-        is_complete = len(known) == num_local
-        addresses.append(
-            torch.tensor([known[e] for e in range(num_local)], device=resident.device)
-            if is_complete
-            else None
-        )
-    return InPlaceLayers(
-        addresses=tuple(addresses),
-        is_resident=tuple(len(hot) == count for hot, count in zip(plan.hot_experts, counts, strict=True)),
-        is_cold=is_cold.to(resident.device),
-    )
 
+    def __init__(self, pages: PageReader, device: torch.device, *, can_read_pool: bool) -> None:
+        counts = pages.directory.experts_per_layer
+        self._pages = pages
+        self._can_read_pool = can_read_pool
+        self._mailbox = AddressMailbox(max(counts), device)
+        self.addresses: list[Tensor | None] = [None] * len(counts)
+        """`[num_local_experts]` int64, on the device: resident slots and pages of the host pool. None for a layer
+        with a page that is neither, or that the device cannot read there."""
+        self.is_resident = [False] * len(counts)
+        """Whether a layer has no cold page."""
+        self.is_cold = torch.zeros(len(counts), max(counts), dtype=torch.bool, device=device)
+        """`[num_layers, max_local]`, on the device."""
+        self._in_pool: list[dict[int, int | None]] = [{} for _ in counts]
+        """Address in the pool by layer and expert, as far as it was asked for; None if the page is not there."""
 
-def _addresses_in_pool(pages: PageReader, layer: int, experts: Sequence[int]) -> dict[int, int]:
-    found = {expert: pages.in_place(pages.directory.index(layer, expert)) for expert in experts}
-    return {expert: page.data_ptr() for expert, page in found.items() if page is not None}
+    def update(self, layer: int, hot: Mapping[int, int]) -> None:
+        """Look again where a layer's pages are; in order with the computation.
+
+        Args:
+            layer: whose hot set is new.
+            hot: address by expert of those that are resident.
+        """
+        num_local = self._pages.directory.experts_per_layer[layer]
+        cold = [expert for expert in range(num_local) if expert not in hot]
+        known = dict(hot)
+        if cold and self._can_read_pool:
+            known |= self._addresses_in_pool(layer, cold)
+        self.is_resident[layer] = not cold
+        is_resident = self._mailbox.send(hot, num_local) != 0
+        self.is_cold[layer, :num_local] = ~is_resident
+        if len(known) < num_local:
+            self.addresses[layer] = None
+            return
+        addresses = self._mailbox.send(known, num_local)
+        if (present := self.addresses[layer]) is None:
+            self.addresses[layer] = addresses
+        else:
+            present.copy_(addresses)
+
+    def _addresses_in_pool(self, layer: int, experts: Sequence[int]) -> dict[int, int]:
+        cache = self._in_pool[layer]
+        for expert in experts:
+            if expert not in cache:
+                page = self._pages.in_place(self._pages.directory.index(layer, expert))
+                cache[expert] = None if page is None else page.data_ptr()
+        return {e: address for e in experts if (address := cache[e]) is not None}

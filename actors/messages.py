@@ -21,6 +21,8 @@ from typing import Literal
 
 import msgspec
 
+from placement.adaptation import AdaptationSettings
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -309,6 +311,14 @@ class PoolRegion(Message, frozen=True):
     contents: PoolContents
 
 
+class ShardAdaptation(Message, frozen=True):
+    """How a rank's hot set follows the traffic."""
+
+    settings: AdaptationSettings
+    rates: tuple[tuple[float, ...], ...]
+    """Chance that a row chooses a local expert, by layer: what is believed at first."""
+
+
 class ShardStart(Message, frozen=True):
     """What a shard needs to join the others, besides its configuration."""
 
@@ -324,6 +334,31 @@ class ShardStart(Message, frozen=True):
     channel: StepChannel
     hot_experts: tuple[tuple[int, ...], ...] | None
     """Local experts that are hot, by layer; None: as `max_resident_pages` says."""
+    adaptation: ShardAdaptation | None
+    """None: the hot set never changes."""
+
+
+class AdaptationNews(Message, frozen=True):
+    """What the adaptation of one rank's hot set has seen and done."""
+
+    is_paused: bool
+    num_tokens: int
+    """Rows whose routing was counted."""
+    num_swaps: int
+    num_swaps_under_way: int
+    swapped_bytes: int
+    hit_rate: float | None
+    """Recency-weighted share of routed slots that the present hot set serves; None before anything was routed."""
+
+
+class RankPlacement(Message, frozen=True):
+    """Where one rank's pages are."""
+
+    rank: int
+    num_hot_pages: tuple[int, ...]
+    """By layer, drafts after the backbone."""
+    adaptation: AdaptationNews | None
+    """None if the hot set never changes."""
 
 
 class ShardStats(Message, frozen=True):
@@ -341,6 +376,14 @@ class ShardStats(Message, frozen=True):
     """Whether the GPU has the pool registered; None on a CPU."""
     layers: tuple[ExpertTraffic, ...]
     """Since start, layer by layer, drafts after the backbone."""
+
+
+class EnginePlacement(Message, frozen=True):
+    """Which expert pages are hot, on all ranks."""
+
+    arm: str | None
+    """Of the plan that the engine started with; None without one."""
+    ranks: list[RankPlacement]
 
 
 class EngineHealth(Message, frozen=True):

@@ -81,18 +81,18 @@ class PageReader:
 
         Raises: ExpertPageError.
         """
-        return self._pool.peek(page) if self._is_in_pool(page) else self.read(page)
+        return self._pool.peek(page) if self.is_in_pool(page) else self.read(page)
 
     def check_copies(self, pages: Sequence[int], copies: Tensor) -> list[int]:
         """Check copies of what `peek` returned; see MappedPool. Returns: pages whose copy is wrong."""
-        at = [i for i, page in enumerate(pages) if self._is_in_pool(page)]
+        at = [i for i, page in enumerate(pages) if self.is_in_pool(page)]
         if len(at) < len(pages):
             copies = copies[at]
         return self._pool.check_copies([pages[i] for i in at], copies)
 
     def in_place(self, page: int) -> Tensor | None:
         """A page where it lies in the pool, checked; None if there is no sound one."""
-        if not self._is_in_pool(page):
+        if not self.is_in_pool(page):
             return None
         try:
             found = self.read(page)
@@ -100,7 +100,8 @@ class PageReader:
             return None
         return None if page in self._repaired else found
 
-    def _is_in_pool(self, page: int) -> bool:
+    def is_in_pool(self, page: int) -> bool:
+        """Whether the pool has a page, and nothing is known against it."""
         return self._pool.holds(page) and page not in self._repaired and page not in self._lost
 
     def _repair(self, page: int, damage: ExpertPageError) -> Tensor:

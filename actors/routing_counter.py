@@ -67,6 +67,23 @@ class RoutingCounter:
         self._seen = total
         return is_chosen
 
+    @property
+    def num_tokens(self) -> int:
+        """Rows that went through the model since start."""
+        return sum(self._num_tokens)
+
+    def rows_by_page(self, first_experts: Sequence[int], experts_per_layer: Sequence[int]) -> Tensor:
+        """Rows since start that chose each expert of a rank, layers one after the other.
+
+        Args:
+            first_experts: global id of local expert 0, by layer.
+            experts_per_layer: local experts.
+        Returns: `[sum(experts_per_layer)]` int64, on the device.
+        """
+        total = self._counts.sum(dim=0)
+        local = zip(total, first_experts, experts_per_layer, strict=True)
+        return torch.cat([row[first : first + count] for row, first, count in local])
+
     def profile(self, label: str) -> Profile:
         """What was counted since start, as a profile with one label."""
         counts = self._counts.cpu()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -15,17 +17,20 @@ from actors.config import ShardConfig
 from actors.cuda_driver import CudaDriver
 from actors.expert_tiers import TieredExpertSource, create_expert_source
 from actors.host_pool import MappedPool, pool_contents
-from actors.messages import PoolRegion, ShardFailure, ShardStart, ShardStats
+from actors.messages import PoolRegion, RankPlacement, ShardFailure, ShardStart, ShardStats
 from actors.page_reader import PageReader, fill_from
+from actors.page_swaps import PageSwapper, RoutedCounts
 from actors.pinned_memory import PinDriver, PinError, PinnedMemory
 from actors.process_group import connect_store, join_group, leave_group, open_store
 from actors.routing_counter import RoutingCounter
 from actors.rows_in_place import measure_rows_in_place
 from actors.shard_loop import ShardLoop, StepRunner
+from actors.staging import Copier, create_copier
 from actors.step_channel import ShardEnd
 from model.checkpoint import Checkpoint
 from model.collectives import Collectives
 from model.parallel import ParallelLayout
+from placement.adaptation import PRIOR_HALF_LIVES, AdaptationPolicy
 from placement.plan import PlacementPlan, spread_evenly
 from placement.profile import Profile
 
@@ -114,12 +119,14 @@ class Shard:
             experts.max_rows_in_place = measure_rows_in_place(experts, text, layout, device)
         num_experts = [text.num_experts_of(layer) for layer in range(text.num_layers_with_drafts)]
         routing = RoutingCounter(checkpoint.content_hash, num_experts, device)
+        swapper = _create_swapper(start, pages, plan, experts, routing, create_copier(device, pinned))
         context = ShardContext(config, checkpoint, layout, collectives, experts, routing, device)
         runner = create_runner(context)
         self._parts = _Parts(
-            loop=ShardLoop(self._rank, ShardEnd(start.channel, self._rank), runner, experts),
+            loop=ShardLoop(self._rank, ShardEnd(start.channel, self._rank), runner, experts, swapper),
             experts=experts,
             routing=routing,
+            swapper=swapper,
             num_pages=pool.directory.num_pages,
             num_hot_pages=plan.num_hot,
             region=pool.region,
@@ -138,6 +145,8 @@ class Shard:
         failure = parts.loop.run()
         if failure is None:
             parts.experts.close()
+            if parts.swapper is not None:
+                parts.swapper.close()
             if parts.pinned is not None:
                 parts.pinned.close()
             leave_group()
@@ -150,6 +159,18 @@ class Shard:
     def profile(self, label: str) -> Profile:
         """How often each expert was chosen since start; the same on all ranks."""
         return self._initialized().routing.profile(label)
+
+    def placement(self) -> RankPlacement:
+        """Where this rank's pages are now."""
+        parts = self._initialized()
+        news = None if parts.swapper is None else parts.swapper.news()
+        return RankPlacement(self._rank, tuple(map(len, parts.experts.hot_experts())), news)
+
+    def pause_adaptation(self, is_paused: bool) -> None:
+        """Let the hot set stay as it is, or follow the traffic again."""
+        swapper = self._initialized().swapper
+        if swapper is not None:
+            swapper.set_paused(is_paused)
 
     def stats(self) -> ShardStats:
         """What this rank holds and has done."""
@@ -184,12 +205,42 @@ class _Parts:
     loop: ShardLoop
     experts: TieredExpertSource
     routing: RoutingCounter
+    swapper: PageSwapper | None
     num_pages: int
     num_hot_pages: int
     region: PoolRegion
     num_host_pages: int
     pinned: PinnedMemory | None
     is_pool_pinned: bool | None
+
+
+def _create_swapper(
+    start: ShardStart,
+    pages: PageReader,
+    plan: PlacementPlan,
+    experts: TieredExpertSource,
+    routing: RoutingCounter,
+    copier: Copier,
+) -> PageSwapper | None:
+    """What lets the hot set of a rank follow the traffic; None if it stays as planned."""
+    if start.adaptation is None:
+        copier.close()
+        return None
+    counts = pages.directory.experts_per_layer
+    settings = start.adaptation.settings
+    rates = np.array([rate for row in start.adaptation.rates for rate in row])
+    policy = AdaptationPolicy(
+        plan.hot_experts,
+        counts,
+        pages.layout.num_bytes,
+        settings,
+        prior=rates * settings.half_life_tokens * PRIOR_HALF_LIVES,
+        is_movable=np.array([pages.is_in_pool(page) for page in range(pages.directory.num_pages)]),
+    )
+    routed = RoutedCounts(
+        partial(routing.rows_by_page, pages.first_experts, counts), lambda: routing.num_tokens
+    )
+    return PageSwapper(experts, policy, routed, copier)
 
 
 def pin_pool(pool: MappedPool, driver: PinDriver, *, allow_unpinned: bool) -> PinnedMemory | None:

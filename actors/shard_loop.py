@@ -27,6 +27,13 @@ class TrafficSource(Protocol):
         """Uses since the last call."""
 
 
+class BetweenSteps(Protocol):
+    """What has to be done while no step is computed."""
+
+    def between_steps(self) -> None:
+        """Called after each step, when its reply is on its way."""
+
+
 class ShardLoop:
     """Receives steps, runs them, replies.
 
@@ -35,13 +42,22 @@ class ShardLoop:
         channel: its end.
         runner: computes.
         traffic: sent along with each reply.
+        swapper: changes the hot set; None if it stays.
     """
 
-    def __init__(self, rank: int, channel: ShardEnd, runner: StepRunner, traffic: TrafficSource) -> None:
+    def __init__(
+        self,
+        rank: int,
+        channel: ShardEnd,
+        runner: StepRunner,
+        traffic: TrafficSource,
+        swapper: BetweenSteps | None = None,
+    ) -> None:
         self._rank = rank
         self._channel = channel
         self._runner = runner
         self._traffic = traffic
+        self._swapper = swapper
         self.num_steps = 0
 
     def run(self) -> ShardFailure | None:
@@ -56,6 +72,8 @@ class ShardLoop:
                 outputs = self._runner.run_step(step)
                 self._channel.reply(StepOutput(step_id, outputs, self._traffic.take_traffic()))
                 self.num_steps += 1
+                if self._swapper is not None:
+                    self._swapper.between_steps()
         except (RingClosedError, RingPeerLostError) as error:
             logger.info("rank %d stops: %s", self._rank, error)
         except Exception:

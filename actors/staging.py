@@ -26,6 +26,9 @@ ReadPage = Callable[[int], Tensor]
 class Copy(Protocol):
     """A copy under way."""
 
+    def is_done(self) -> bool:
+        """Whether it has ended, well or not; does not wait."""
+
     def join(self) -> None:
         """Whatever is computed from now on sees the copy's bytes.
 
@@ -76,6 +79,9 @@ def _read_into(target: Tensor, read: Callable[[], Tensor]) -> None:
 class _ThreadCopy:
     def __init__(self, future: Future[None]) -> None:
         self._future = future
+
+    def is_done(self) -> bool:
+        return self._future.done()
 
     def join(self) -> None:
         self._future.result()
@@ -168,6 +174,9 @@ class _CudaBatch:
         self.done: torch.cuda.Event | None = None
         """None once the computing stream waits for it."""
 
+    def is_done(self) -> bool:
+        return self.done is None or bool(self.done.query())  # type: ignore[no-untyped-call]
+
     def join(self) -> None:
         if self.done is not None:
             torch.cuda.current_stream(self._device).wait_event(self.done)
@@ -177,6 +186,9 @@ class _CudaBatch:
 class _FailedCopy:
     def __init__(self, error: ExpertPageError) -> None:
         self._error = error
+
+    def is_done(self) -> bool:
+        return True
 
     def join(self) -> None:
         raise self._error

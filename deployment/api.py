@@ -80,6 +80,9 @@ def build_api(
             Route("/v1/models", api.list_models, methods=["GET"]),
             Route("/v1/models/{model:path}", api.retrieve_model, methods=["GET"]),
             Route("/v1/placement/profile", api.read_profile, methods=["GET"]),
+            Route("/v1/placement", api.read_placement, methods=["GET"]),
+            Route("/v1/placement/pause", api.pause_adaptation, methods=["POST"]),
+            Route("/v1/placement/resume", api.resume_adaptation, methods=["POST"]),
             Route("/health", api.check_health, methods=["GET"]),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
@@ -141,6 +144,21 @@ class _Api:
         label = request.query_params.get("label", "unlabelled")
         profile = await self._engine.profile(label)
         return Response(msgspec.json.encode(profile), media_type="application/json")
+
+    async def read_placement(self, request: Request) -> Response:
+        """GET /v1/placement: which pages are hot on each rank, and what adaptation does."""
+        placement = await self._engine.placement()
+        return Response(msgspec.json.encode(placement), media_type="application/json")
+
+    async def pause_adaptation(self, request: Request) -> Response:
+        """POST /v1/placement/pause: hot sets stay as they are. Returns: as GET /v1/placement."""
+        await self._engine.pause_adaptation(True)
+        return await self.read_placement(request)
+
+    async def resume_adaptation(self, request: Request) -> Response:
+        """POST /v1/placement/resume: hot sets follow the traffic again. Returns: as GET /v1/placement."""
+        await self._engine.pause_adaptation(False)
+        return await self.read_placement(request)
 
     async def check_health(self, request: Request) -> Response:
         """GET /health."""

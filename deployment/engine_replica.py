@@ -9,11 +9,21 @@ from contextlib import aclosing, suppress
 
 import ray
 from ray import serve
+from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import get_current_placement_group
 
 from actors.expert_cache import start_expert_cache
-from actors.messages import AddRequest, EngineHealth, EngineStats, RequestError, RequestOutput, ShardStats
+from actors.messages import (
+    AddRequest,
+    EngineHealth,
+    EnginePlacement,
+    EngineStats,
+    RankPlacement,
+    RequestError,
+    RequestOutput,
+    ShardStats,
+)
 from actors.names import CONTROL_GROUP, shard_name
 from deployment.cache_keeper import keep_expert_cache
 from deployment.containment import contain_replica
@@ -51,6 +61,8 @@ class EngineReplica:
         assert placement_group is not None, "the deployment has no placement group"
         namespace = f"hotset-{serve.get_replica_context().replica_id.unique_id}"
         self._namespace = namespace
+        self._world_size = spec.config.shard.world_size
+        self._plan = spec.plan
         self._client = EngineClient()
         cache = start_expert_cache(
             placement_group,
@@ -64,7 +76,7 @@ class EngineReplica:
         run = self._core.run.remote(spec, placement_group, namespace, cache, self._client.channel)
         self._watcher = asyncio.create_task(self._watch(run), name="watch-engine-core")
         await self._client.wait_until_ready()
-        self._warnings = shard_warnings(await self._shard_stats(spec.config.shard.world_size))
+        self._warnings = shard_warnings(await self._shard_stats())
         self._keeper = asyncio.create_task(
             keep_expert_cache(cache, namespace, spec.config.shard.world_size), name="keep-expert-cache"
         )
@@ -99,10 +111,27 @@ class EngineReplica:
         profile: Profile = await shard.profile.options(concurrency_group=CONTROL_GROUP).remote(label)
         return profile
 
-    async def _shard_stats(self, world_size: int) -> list[ShardStats]:
-        shards = [ray.get_actor(shard_name(rank), self._namespace) for rank in range(world_size)]
+    async def placement(self) -> EnginePlacement:
+        """Which pages are hot on each rank, and what adaptation does."""
+        shards = self._shards()
+        ranks: list[RankPlacement] = await asyncio.gather(
+            *(shard.placement.options(concurrency_group=CONTROL_GROUP).remote() for shard in shards)
+        )
+        return EnginePlacement(None if self._plan is None else self._plan.arm, ranks)
+
+    async def pause_adaptation(self, is_paused: bool) -> None:
+        """Let the hot sets of all ranks stay as they are, or follow the traffic again."""
+        control = {"concurrency_group": CONTROL_GROUP}
+        await asyncio.gather(
+            *(shard.pause_adaptation.options(**control).remote(is_paused) for shard in self._shards())
+        )
+
+    def _shards(self) -> list[ActorHandle]:
+        return [ray.get_actor(shard_name(rank), self._namespace) for rank in range(self._world_size)]
+
+    async def _shard_stats(self) -> list[ShardStats]:
         stats: list[ShardStats] = await asyncio.gather(
-            *(shard.stats.options(concurrency_group=CONTROL_GROUP).remote() for shard in shards)
+            *(shard.stats.options(concurrency_group=CONTROL_GROUP).remote() for shard in self._shards())
         )
         return stats
 

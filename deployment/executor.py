@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup
 
 from actors.config import ShardConfig
 from actors.heartbeats import HeartbeatWatch
-from actors.messages import ShardPlace, ShardStart, StepInput, StepOutput, StopShards
+from actors.messages import ShardAdaptation, ShardPlace, ShardStart, StepInput, StepOutput, StopShards
 from actors.shm_ring import RingError
 from actors.step_channel import CoreEnd
 from deployment.bundles import STRATEGY, Device
@@ -107,6 +107,7 @@ def start_executor(
                 verify_checksums=verify_checksums,
                 channel=channel.channel,
                 hot_experts=None if plan is None else plan.of_rank(rank),
+                adaptation=_adaptation_of(plan, rank),
             )
             for rank, region in enumerate(ray.get(loading, timeout=_LOAD_TIMEOUT_S))
         ]
@@ -117,6 +118,12 @@ def start_executor(
         gang.kill()
         raise
     return RayExecutor(gang, channel, config.step_timeout_s)
+
+
+def _adaptation_of(plan: EnginePlan | None, rank: int) -> ShardAdaptation | None:
+    if plan is None or plan.adaptation is None or (rates := plan.rates_of_rank(rank)) is None:
+        return None
+    return ShardAdaptation(plan.adaptation.settings, rates)
 
 
 def _check_one_machine(places: Sequence[ShardPlace]) -> None:

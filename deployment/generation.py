@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from actors.messages import AddRequest, EngineHealth, RequestOutput, SampledToken
+from actors.messages import AddRequest, EngineHealth, EnginePlacement, RequestOutput, SampledToken
 from deployment.errors import ApiError, EngineDeadError, InternalError
 from deployment.http_errors import error_body, error_of_request, internal_error
 from deployment.openai_types import CompletionTokensDetails, Usage
@@ -40,6 +40,12 @@ class EngineHandle(Protocol):
 
     async def profile(self, label: str) -> Profile:
         """How often each expert was chosen since the engine started. Raises ApiError if the engine is gone."""
+
+    async def placement(self) -> EnginePlacement:
+        """Which pages are hot on each rank now. Raises ApiError if the engine is gone."""
+
+    async def pause_adaptation(self, is_paused: bool) -> None:
+        """Let the hot sets stay as they are, or follow the traffic again. Raises ApiError if the engine is gone."""
 
     async def health(self) -> EngineHealth:
         """Whether the engine takes requests and makes progress."""

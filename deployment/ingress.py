@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
+from typing import Any
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from actors.messages import AddRequest, EngineHealth, RequestOutput
+from actors.messages import AddRequest, EngineHealth, EnginePlacement, RequestOutput
 from deployment.api import ModelFacts, build_api
 from deployment.containment import contain_replica
 from deployment.core_actor import EngineSpec
@@ -77,12 +78,24 @@ class ServeEngineHandle:
 
     async def profile(self, label: str) -> Profile:
         """See EngineHandle."""
+        profile: Profile = await self._ask(self._handle.profile.remote(label))
+        return profile
+
+    async def placement(self) -> EnginePlacement:
+        """See EngineHandle."""
+        placement: EnginePlacement = await self._ask(self._handle.placement.remote())
+        return placement
+
+    async def pause_adaptation(self, is_paused: bool) -> None:
+        """See EngineHandle."""
+        await self._ask(self._handle.pause_adaptation.remote(is_paused))
+
+    async def _ask(self, response: Awaitable[Any]) -> Any:
         try:
             async with asyncio.timeout(_ACCEPT_TIMEOUT_S):
-                profile: Profile = await self._handle.profile.remote(label)
+                return await response
         except (RayError, RayServeException, TimeoutError) as error:
             raise EngineDeadError("The engine is not running.") from error
-        return profile
 
     async def health(self) -> EngineHealth:
         """See EngineHandle."""

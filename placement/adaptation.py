@@ -9,25 +9,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Annotated, Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+PRIOR_HALF_LIVES: Final = 0.5
+"""What a plan's profile counts for when adaptation starts, in half-lives of traffic."""
 
-@dataclass(frozen=True, slots=True)
-class AdaptationSettings:
+_Amount = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class AdaptationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How fast a hot set follows the traffic."""
 
-    half_life_tokens: float = 2500.0
+    half_life_tokens: Annotated[float, msgspec.Meta(gt=0)] = 2500.0
     """After so many routed rows a count weighs half. Shorter follows faster, longer is less noisy."""
-    min_gain: float = 0.2
+    min_gain: _Amount = 0.2
     """A page comes in only for one that is used less by this share of it."""
-    min_sigmas: float = 2.0
+    min_sigmas: _Amount = 2.0
     """And only if the difference exceeds this many standard deviations of what chance makes of equal pages."""
-    max_bytes_per_s: float = 2e9
-    """Copied for swaps, of each rank; 6 % of a link while all ranks read."""
-    max_burst_bytes: float = 2e9
-    """Budget that may be saved up while nothing is worth a swap; at least one page."""
+    max_bytes_per_s: _Amount = 2e9
+    """Copied for swaps, of each rank; 6 % of a link while all ranks read. 0 swaps nothing."""
+    max_burst_bytes: _Amount = 2e9
+    """Budget that may be saved up while nothing is worth a swap; less than a page swaps nothing."""
 
     def __post_init__(self) -> None:
         if not (self.half_life_tokens > 0 and self.min_gain >= 0 and self.min_sigmas >= 0):
@@ -75,6 +81,7 @@ class AdaptationPolicy:
         settings: how fast to follow.
         prior: expected rows by page in one half-life, `[sum(experts_per_layer)]`, from the plan's profile; None
             trusts the plan with nothing.
+        is_movable: `[sum(experts_per_layer)]` bool, pages that may change places; None for all.
     Raises: ValueError if an expert does not exist or comes twice.
     """
 
@@ -83,8 +90,9 @@ class AdaptationPolicy:
         hot_experts: Sequence[Sequence[int]],
         experts_per_layer: Sequence[int],
         page_bytes: int,
-        settings: AdaptationSettings = AdaptationSettings(),
+        settings: AdaptationSettings,
         prior: NDArray[np.float64] | None = None,
+        is_movable: NDArray[np.bool_] | None = None,
     ) -> None:
         if len(hot_experts) != len(experts_per_layer):
             raise ValueError(
@@ -100,6 +108,7 @@ class AdaptationPolicy:
             raise ValueError(f"page_bytes must be positive, got {page_bytes}")
         self._page_bytes = page_bytes
         self._settings = settings
+        self._is_movable = np.ones(len(self._is_hot), bool) if is_movable is None else is_movable.copy()
         self._scores = np.zeros(len(self._is_hot))
         if prior is not None:
             if prior.shape != self._scores.shape or not np.isfinite(prior).all() or (prior < 0).any():
@@ -140,11 +149,12 @@ class AdaptationPolicy:
         self._scores += row_counts
         self._num_tokens += num_tokens
 
-    def propose(self, elapsed_s: float) -> tuple[Swap, ...]:
+    def propose(self, elapsed_s: float, max_swaps: int | None = None) -> tuple[Swap, ...]:
         """Swaps worth their bytes, the best first. They count as carried out.
 
         Args:
             elapsed_s: time since the last call, not negative. It passes while the policy is paused, too.
+            max_swaps: that the caller can carry out; None for any number.
         """
         if not elapsed_s >= 0:
             raise ValueError(f"elapsed_s must not be negative, got {elapsed_s}")
@@ -153,9 +163,10 @@ class AdaptationPolicy:
         )
         if self._is_paused:
             return ()
-        max_swaps = int(self._budget_bytes // self._page_bytes)
-        hot, cold = np.flatnonzero(self._is_hot), np.flatnonzero(~self._is_hot)
-        max_swaps = min(max_swaps, len(hot), len(cold))
+        affordable = int(self._budget_bytes // self._page_bytes)
+        hot = np.flatnonzero(self._is_hot & self._is_movable)
+        cold = np.flatnonzero(~self._is_hot & self._is_movable)
+        max_swaps = min(affordable if max_swaps is None else min(max_swaps, affordable), len(hot), len(cold))
         # Stable sorts, so that ties go to the lower page and every replica of the policy decides alike.
         evicted = hot[np.argsort(self._scores[hot], kind="stable")[:max_swaps]]
         admitted = cold[np.argsort(-self._scores[cold], kind="stable")[:max_swaps]]
@@ -170,6 +181,18 @@ class AdaptationPolicy:
             Swap(self._page(int(evict)), self._page(int(admit)))
             for evict, admit in zip(evicted[:num_swaps], admitted[:num_swaps], strict=True)
         )
+
+    def undo(self, swap: Swap) -> None:
+        """A proposed swap cannot be carried out, and its pages stay where they are from now on.
+
+        Its bytes count as spent: finding out was work as well.
+        """
+        evicted, admitted = self._index(swap.evict), self._index(swap.admit)
+        assert self._is_hot[admitted], f"{swap} was not proposed"
+        assert not self._is_hot[evicted], f"{swap} was not proposed"
+        self._is_hot[evicted], self._is_hot[admitted] = True, False
+        self._is_movable[[evicted, admitted]] = False
+        self._num_swaps -= 1
 
     def pause(self) -> None:
         """Propose nothing until `resume`; go on counting."""
@@ -204,6 +227,9 @@ class AdaptationPolicy:
         noise = np.sqrt((admit + evict) / 2)
         gain = admit - evict
         return (gain > self._settings.min_gain * admit) & (gain > self._settings.min_sigmas * noise)
+
+    def _index(self, page: tuple[int, int]) -> int:
+        return self._first_pages[page[0]] + page[1]
 
     def _page(self, page: int) -> tuple[int, int]:
         layer = int(np.searchsorted(self._first_pages, page, side="right")) - 1

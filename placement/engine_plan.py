@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -10,7 +11,8 @@ import msgspec
 
 from kernels.formats import PageLayout
 from model.config import ModelConfig
-from placement.hot_set import HotSet
+from placement.adaptation import AdaptationSettings
+from placement.hot_set import HotSet, Rates
 
 VERSION: Final = 1
 
@@ -115,14 +117,11 @@ class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Adaptation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How hot pages may be swapped while the engine runs."""
+    """How hot pages may change places while the engine runs."""
 
-    half_life_tokens: _Positive = 1000
-    """A routed token counts half as much after this many others."""
-    hysteresis: _Amount = 0.25
-    """By what share a cold page's count must exceed a hot one's to take its slot."""
-    max_swap_bytes_per_s: _Count = 2**31
-    """Of each rank's link; 0 swaps nothing."""
+    settings: AdaptationSettings
+    rates: tuple[tuple[_Amount, ...], ...]
+    """Chance that a row chooses an expert, by layer and expert id, from the profile: what is believed at first."""
 
 
 class Assumptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -188,6 +187,15 @@ class EnginePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(
             tuple(expert - ids.start for expert in hot)
             for ids, hot in zip(self.layout.local_experts(group), self.hot_experts[group], strict=True)
+        )
+
+    def rates_of_rank(self, rank: int) -> Rates | None:
+        """The rates of a rank's local experts; None unless the plan adapts."""
+        if self.adaptation is None:
+            return None
+        ids = self.layout.local_experts(rank // self.layout.num_slices)
+        return tuple(
+            row[local.start : local.stop] for row, local in zip(self.adaptation.rates, ids, strict=True)
         )
 
 
@@ -261,7 +269,7 @@ def check_layout(layout: ExpertLayout) -> None:
         raise PlanError(f"page_bytes is {layout.page_bytes}, but such a page has {page_bytes}")
 
 
-def check_adaptation(arm: Arm, adaptation: Adaptation | None) -> None:
+def check_adaptation(arm: Arm, adaptation: Adaptation | AdaptationSettings | None) -> None:
     """Assert that `adaptation` is there if and only if the arm needs it.
 
     Raises: PlanError.
@@ -309,9 +317,16 @@ def _check_lengths(plan: EnginePlan) -> None:
         *((f"hot_experts[{group}]", len(hot), num_layers) for group, hot in enumerate(plan.hot_experts)),
         ("expected.cold_bytes_by_rank", len(plan.expected.cold_bytes_by_rank), layout.world_size),
         ("expected.layers", len(plan.expected.layers), num_layers),
+        *(() if plan.adaptation is None else _rate_lengths(layout, plan.adaptation)),
     ):
         if num_entries != expected:
             raise PlanError(f"{name} has {num_entries} entries instead of {expected}")
+
+
+def _rate_lengths(layout: ExpertLayout, adaptation: Adaptation) -> Iterator[tuple[str, int, int]]:
+    yield "adaptation.rates", len(adaptation.rates), len(layout.experts_per_layer)
+    for layer, (row, num_experts) in enumerate(zip(adaptation.rates, layout.experts_per_layer, strict=False)):
+        yield f"adaptation.rates[{layer}]", len(row), num_experts
 
 
 def _page_bytes(hidden_size: int, intermediate_size: int) -> int:

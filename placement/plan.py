@@ -22,6 +22,7 @@ from typing import Final, get_args
 import msgspec
 
 from model.config import CheckpointConfig, ConfigError, ModelConfig
+from placement.adaptation import AdaptationSettings
 from placement.engine_plan import (
     VERSION,
     Adaptation,
@@ -134,7 +135,7 @@ def create_plan(
     budget_bytes: int,
     num_staging_slots: int | None = None,
     num_rows: int | None = None,
-    adaptation: Adaptation | None = None,
+    adaptation: AdaptationSettings | None = None,
 ) -> EnginePlan:
     """Choose the hot set of every rank.
 
@@ -156,7 +157,7 @@ def create_plan(
     if not any(map(any, counts)):
         raise PlanError("the profile has no routed token, so it does not tell experts apart")
     if arm == "adaptive":
-        adaptation = adaptation or Adaptation()
+        adaptation = adaptation or AdaptationSettings()
     check_adaptation(arm, adaptation)
     if num_staging_slots is None:
         num_staging_slots = default_num_staging_slots(layout.page_bytes, layout.largest_layer)
@@ -186,7 +187,7 @@ def create_plan(
             for _ in range(layout.num_slices)
         ),
         hot_experts=hot,
-        adaptation=adaptation,
+        adaptation=None if adaptation is None else Adaptation(adaptation, _rounded(rates)),
         assumptions=Assumptions(profile.labels, profile.num_tokens, num_rows, "independent"),
         expected=_expect(counts, layout, hot, cold),
     )
@@ -224,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--staging-slots", type=int, help="as shard.num_staging_slots, by default as there")
     parser.add_argument("--rows-per-step", type=int, help="by default one request and its drafts")
     parser.add_argument("--half-life-tokens", type=int, help="arm adaptive: after which a token counts half")
-    parser.add_argument("--hysteresis", type=float, help="arm adaptive: by which share a cold page must lead")
+    parser.add_argument("--min-gain", type=float, help="arm adaptive: by which share a cold page must lead")
     parser.add_argument("--swap-gib-per-s", type=float, help="arm adaptive: of each rank's link, at most")
     parser.add_argument("--out", type=Path, help="file to write")
     parser.add_argument("--show", action="store_true", help="say what is in the plan")
@@ -271,14 +272,15 @@ def _create_from(options: argparse.Namespace) -> EnginePlan:
     )
 
 
-def _adaptation_from(options: argparse.Namespace) -> Adaptation | None:
+def _adaptation_from(options: argparse.Namespace) -> AdaptationSettings | None:
     """None if no option is about it."""
-    settings = {"half_life_tokens": options.half_life_tokens, "hysteresis": options.hysteresis}
+    settings = {"half_life_tokens": options.half_life_tokens, "min_gain": options.min_gain}
     if options.swap_gib_per_s is not None:
-        settings["max_swap_bytes_per_s"] = _bytes_of("--swap-gib-per-s", options.swap_gib_per_s)
+        rate = _bytes_of("--swap-gib-per-s", options.swap_gib_per_s)
+        settings |= {"max_bytes_per_s": rate, "max_burst_bytes": rate}
     given = {name: value for name, value in settings.items() if value is not None}
     try:
-        return msgspec.convert(given, Adaptation) if given else None
+        return msgspec.convert(given, AdaptationSettings) if given else None
     except msgspec.ValidationError as error:
         raise PlanError(f"adaptation: {error}") from error
 
@@ -293,7 +295,7 @@ def describe(plan: EnginePlan) -> Iterable[str]:
         f"of {_size(plan.budget_bytes)}; host pool: {_size(memory.pool_bytes)}"
     )
     if plan.adaptation is not None:
-        yield f"adaptation: {msgspec.json.encode(plan.adaptation).decode()}"
+        yield f"adaptation: {msgspec.json.encode(plan.adaptation.settings).decode()}"
     labels = ", ".join(f"{label}: {num_tokens}" for label, num_tokens in sorted(basis.labels.items()))
     yield f"assumed: {basis.num_tokens} profiled tokens ({labels}), {basis.num_rows} independent rows a step"
     yield (
@@ -313,6 +315,11 @@ def _choose(arm: Arm, rates: Rates, max_hot: int) -> HotSet:
     if arm == "layer_offload":
         return offload_layers([len(row) for row in rates], max_hot)
     return hottest(rates, max_hot)
+
+
+def _rounded(rates: Rates) -> Rates:
+    """To six digits: there are thousands of them in the file."""
+    return tuple(tuple(float(f"{rate:.6g}") for rate in row) for row in rates)
 
 
 def _part(rates: Rates, local: Sequence[range]) -> Rates:

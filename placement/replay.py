@@ -8,7 +8,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.adaptation import AdaptationPolicy, AdaptationSettings
+from placement.adaptation import PRIOR_HALF_LIVES, AdaptationPolicy, AdaptationSettings
 from placement.constants import NUM_RANKS, Machine
 from placement.cost_model import Loads, StepCost, page_bytes, step_cost
 from placement.hot_mask import Mask, hot_by_weight, num_hot_pages, whole_layers_cold
@@ -29,7 +29,7 @@ class Arm:
     """Expert bytes of each rank that are not resident."""
     use_prefetch: bool = False
     adaptation: AdaptationSettings = AdaptationSettings()
-    prior_half_lives: float = 0.5
+    prior_half_lives: float = PRIOR_HALF_LIVES
     """What the profile counts for when adaptation starts, in half-lives of traffic."""
 
 

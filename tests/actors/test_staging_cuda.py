@@ -9,7 +9,7 @@ from actors.config import ShardConfig
 from actors.cuda_driver import CudaDriver
 from actors.expert_tiers import TieredExpertSource, create_expert_source
 from actors.host_pool import HostPool, MappedPool
-from actors.in_place import find_in_place
+from actors.in_place import InPlaceLayers
 from actors.page_loading import load_pages
 from actors.pinned_memory import PinError, PinnedMemory
 from actors.staging import CudaCopier, StagedPages
@@ -36,7 +36,7 @@ def test_every_kernel_reads_the_pages_of_its_group(num_resident, num_slots, slow
     memory = torch.zeros(num_slots, pool.layout.num_bytes, dtype=torch.uint8, device=device)
     reader = create_reader(pool)
     resident = load_pages(reader, hot_pages(plan, pool), copier, device)
-    in_place = find_in_place(reader, plan, resident, can_read_pool=False)
+    in_place = InPlaceLayers(reader, device, can_read_pool=False)
     staged = StagedPages(memory, reader.read, copier)
     source = TieredExpertSource(reader, plan, resident, staged, in_place)
     rng = random.Random(0)

@@ -15,9 +15,11 @@ from actors.expert_tiers import TieredExpertSource, create_expert_source
 from actors.host_pool import HostPool, MappedPool, pool_contents
 from actors.messages import AddRequest, SamplingParams, StepInput, StepOutput
 from actors.page_reader import PageReader, fill_from
+from actors.page_swaps import PageSwapper, RoutedCounts
 from actors.pinned_memory import PinnedMemory
 from actors.routing_counter import RoutingCounter
 from actors.shard_runner import ShardRunner
+from actors.staging import create_copier
 from deployment.config import SchedulerConfig
 from deployment.engine import Engine
 from deployment.limits import SchedulerLimits
@@ -30,6 +32,7 @@ from model.numerics import Numerics
 from model.parallel import ParallelLayout
 from model.transformer import Transformer
 from model.weights import ModelWeights, load_weights
+from placement.adaptation import AdaptationPolicy, AdaptationSettings
 from placement.plan import PlacementPlan, spread_evenly
 from placement.profile import Profile
 
@@ -74,12 +77,18 @@ def load_model(directory: Path, numerics: Numerics, device: torch.device = CPU) 
 class InProcessExecutor:
     """The executor of one rank in this process."""
 
-    def __init__(self, runner: ShardRunner, experts: TieredExpertSource) -> None:
+    def __init__(
+        self, runner: ShardRunner, experts: TieredExpertSource, swapper: PageSwapper | None = None
+    ) -> None:
         self._runner = runner
         self._experts = experts
+        self._swapper = swapper
 
     def execute(self, step: StepInput) -> StepOutput:
-        return StepOutput(step.step_id, self._runner.run_step(step), self._experts.take_traffic())
+        output = StepOutput(step.step_id, self._runner.run_step(step), self._experts.take_traffic())
+        if self._swapper is not None:
+            self._swapper.between_steps()
+        return output
 
     def check(self) -> None:
         """There is no one to lose."""
@@ -122,15 +131,29 @@ def create_runner(
     return ShardRunner(transformer, experts, routing, geometry, device), experts
 
 
+def create_swapper(
+    runner: ShardRunner, experts: TieredExpertSource, settings: AdaptationSettings
+) -> PageSwapper:
+    """What lets the hot set of `experts` follow the traffic."""
+    counts = experts.experts_per_layer
+    hot = experts.hot_experts()
+    policy = AdaptationPolicy(hot, counts, experts.layout.num_bytes, settings)
+    firsts = [0] * len(counts)
+    routing = runner.routing
+    routed = RoutedCounts(lambda: routing.rows_by_page(firsts, counts), lambda: routing.num_tokens)
+    return PageSwapper(experts, policy, routed, create_copier(runner.transformer.weights.norm.device))
+
+
 def create_engine(
     model: LoadedModel,
     numerics: Numerics,
     shard: ShardConfig | None = None,
     plan: PlacementPlan | None = None,
+    adaptation: AdaptationSettings | None = None,
     **scheduler: int,
 ) -> Engine:
     """An engine over `model`; keyword arguments are fields of SchedulerConfig."""
-    return _create_engine(model, numerics, shard, plan, **scheduler)[0]
+    return _create_engine(model, numerics, shard, plan, adaptation, **scheduler)[0]
 
 
 def record_profile(model: LoadedModel, numerics: Numerics, requests: list[AddRequest]) -> Profile:
@@ -145,12 +168,14 @@ def _create_engine(
     numerics: Numerics,
     shard: ShardConfig | None = None,
     plan: PlacementPlan | None = None,
+    adaptation: AdaptationSettings | None = None,
     **scheduler: int,
 ) -> tuple[Engine, ShardRunner]:
     config = model.checkpoint.config
     limits = SchedulerLimits.resolve(SchedulerConfig(**{"block_size": 8, **scheduler}), config.text_config)
     runner, experts = create_runner(model, limits, shard or ShardConfig(world_size=1), numerics, plan)
-    executor = InProcessExecutor(runner, experts)
+    swapper = None if adaptation is None else create_swapper(runner, experts, adaptation)
+    executor = InProcessExecutor(runner, experts, swapper)
     return Engine(Scheduler(limits, eos_token_id=config.eos_token_id), executor), runner
 
 

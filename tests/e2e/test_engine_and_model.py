@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from actors import page_swaps
 from actors.config import ShardConfig
 from actors.messages import ScheduledSequence, StepInput
 from deployment.config import SchedulerConfig
@@ -21,6 +22,7 @@ from model.batch import SequenceRows
 from model.checkpoint import Checkpoint
 from model.numerics import Numerics
 from model.shard_file import CheckpointError
+from placement.adaptation import AdaptationSettings
 from placement.engine_plan import Arm, EnginePlan, ExpertLayout
 from placement.plan import PlacementPlan, create_plan, spread_evenly
 from placement.profile import Profile
@@ -159,6 +161,30 @@ def test_requests_give_the_same_tokens_with_every_plan(model: LoadedModel) -> No
     ):
         assert 0 < plan.num_hot < sum(counts)
         assert run(create_engine(model, SERVING, plan=plan), requests) == expected, f"{plan=}"
+
+
+EAGER = AdaptationSettings(
+    half_life_tokens=20, min_gain=0, min_sigmas=0, max_bytes_per_s=1e12, max_burst_bytes=1e12
+)
+"""Swaps whatever was used a little more, at once."""
+
+
+@pytest.mark.parametrize("staging", ["staged", "direct"])
+def test_swaps_between_steps_change_no_token(model: LoadedModel, monkeypatch, staging: str) -> None:
+    monkeypatch.setattr(page_swaps, "STEPS_PER_LOOK", 1)
+    rng = random.Random(11)
+    counts = model.pool.directory.experts_per_layer
+    requests = [
+        create_request(f"r{i}", random_prompt(rng, 9), max_tokens=8, temperature=0.8 * (i % 2), seed=i)
+        for i in range(4)
+    ]
+    expected = run(create_engine(model, SERVING), requests)
+    shard = ShardConfig(world_size=1, staging=staging, num_staging_slots=5)
+    engine = create_engine(model, SERVING, shard, random_plan(rng, counts), adaptation=EAGER)
+    assert run(engine, requests, arrivals=[0, 0, 3, 5]) == expected
+    swapper = engine._executor._swapper
+    assert swapper.news().num_swaps > 20
+    swapper.close()
 
 
 def test_a_plan_hits_what_it_expects_of_the_traffic_it_was_made_for(model: LoadedModel) -> None:

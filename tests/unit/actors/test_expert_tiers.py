@@ -16,7 +16,7 @@ from actors.config import ShardConfig
 from actors.expert_tiers import TieredExpertSource, create_expert_source
 from actors.group_stream import split_groups
 from actors.host_pool import HostPool, MappedPool
-from actors.in_place import find_in_place
+from actors.in_place import InPlaceLayers
 from actors.page_loading import load_pages
 from actors.staging import ColdPages, DirectPages, Fetched, StagedPages, ThreadCopier
 from kernels.reference.experts import view_memory
@@ -79,6 +79,9 @@ class ScriptedCopy:
         self.target = target
         self._copier = copier
 
+    def is_done(self) -> bool:
+        return self not in self._copier._under_way
+
     def join(self) -> None:
         self._copier.finish(self)
 
@@ -88,7 +91,7 @@ def create_source(cold: ColdPages, plan: PlacementPlan, pool: MappedPool) -> Tie
     hot = [pages.directory.index(layer, e) for layer, hot in enumerate(plan.hot_experts) for e in hot]
     resident = load_pages(pages, hot, copier, CPU)
     copier.close()
-    in_place = find_in_place(pages, plan, resident, can_read_pool=False)
+    in_place = InPlaceLayers(pages, CPU, can_read_pool=False)
     return TieredExpertSource(pages, plan, resident, cold, in_place)
 
 

@@ -8,9 +8,12 @@ import msgspec
 from starlette.applications import Starlette
 
 from actors.messages import (
+    AdaptationNews,
     AddRequest,
     EngineHealth,
+    EnginePlacement,
     FinishReason,
+    RankPlacement,
     RequestError,
     RequestOutput,
     SampledToken,
@@ -39,6 +42,7 @@ class FakeEngine:
     def __init__(self, script: Sequence[Step] = ()) -> None:
         self.script = list(script)
         self.is_alive = True
+        self.is_paused = False
         self.warnings: list[str] = []
         self.requests: list[AddRequest] = []
         self.num_played = 0
@@ -59,11 +63,23 @@ class FakeEngine:
         finally:
             self.closed.set()
 
-    async def profile(self, label: str) -> Profile:
+    def _check_alive(self) -> None:
         if not self.is_alive:
             raise EngineDeadError("The engine is not running.")
+
+    async def profile(self, label: str) -> Profile:
+        self._check_alive()
         phase = PhaseProfile(num_tokens=3, counts=((2, 1), (0, 3)))
         return Profile(VERSION, "model", {label: 6}, phase, phase)
+
+    async def placement(self) -> EnginePlacement:
+        self._check_alive()
+        news = AdaptationNews(self.is_paused, 12, 3, 1, 4096, 0.75)
+        return EnginePlacement("adaptive", [RankPlacement(0, (2, 1), news)])
+
+    async def pause_adaptation(self, is_paused: bool) -> None:
+        self._check_alive()
+        self.is_paused = is_paused
 
     async def health(self) -> EngineHealth:
         return EngineHealth(self.is_alive, self.warnings)

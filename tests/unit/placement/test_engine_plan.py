@@ -79,9 +79,19 @@ def put(value: object, *path: str | int) -> bytes:
             "budget_bytes is .* but rank 0 has",
         ),
         (put("adaptive", "arm"), "adaptation belongs to the arm adaptive"),
-        (put({"hysteresis": 0.1}, "adaptation"), "adaptation belongs to .* the arm is static"),
-        (put({"hysteresis": -0.1}, "adaptation"), r"\$\.adaptation\.hysteresis"),
-        (put({"half_life_tokens": 0}, "adaptation"), r"\$\.adaptation\.half_life_tokens"),
+        (
+            put({"settings": {}, "rates": [[0.5] * 4] * 3}, "adaptation"),
+            "adaptation belongs to .* the arm is static",
+        ),
+        (
+            put({"settings": {}, "rates": [[0.5] * 3] * 3}, "adaptation"),
+            r"adaptation\.rates\[0\] has 3 entries",
+        ),
+        (
+            put({"settings": {"min_gain": -0.1}, "rates": []}, "adaptation"),
+            r"\$\.adaptation\.settings\.min_gain",
+        ),
+        (put({"settings": {"half_life_tokens": 0}, "rates": []}, "adaptation"), r"\.half_life_tokens"),
     ],
 )
 def test_a_malformed_file_is_refused_by_name_and_field(content: bytes, problem: str, tmp_path: Path) -> None:

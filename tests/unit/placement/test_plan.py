@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.tiny import tiny_config
-from placement.engine_plan import Adaptation, ExpertLayout, PlanError, check, load
+from placement.adaptation import AdaptationSettings
+from placement.engine_plan import ExpertLayout, PlanError, check, load
 from placement.plan import (
     PlacementPlan,
     budget_of_offload,
@@ -177,9 +178,12 @@ def test_a_layer_that_was_not_profiled_has_no_hit_rate_and_is_cold_first():
 
 
 def test_the_arm_adaptive_says_how_it_adapts():
-    assert create_small_plan(arm="adaptive").adaptation == Adaptation()
-    slow = Adaptation(half_life_tokens=9)
-    assert create_small_plan(arm="adaptive", adaptation=slow).adaptation == slow
+    adaptive = create_small_plan(arm="adaptive")
+    assert adaptive.adaptation.settings == AdaptationSettings()
+    assert adaptive.adaptation.rates[1] == (0.1, 0.8, 0.6, 0.5)
+    assert adaptive.rates_of_rank(3)[1] == (0.6, 0.5)
+    slow = AdaptationSettings(half_life_tokens=9)
+    assert create_small_plan(arm="adaptive", adaptation=slow).adaptation.settings == slow
     with pytest.raises(PlanError, match="adaptation belongs to the arm adaptive"):
         create_small_plan(adaptation=slow)
 
@@ -238,9 +242,10 @@ def test_the_command_line_writes_and_shows_a_plan(
     assert "assumed: 10 profiled tokens (code: 10), 6 independent rows a step" in shown
     assert "expected: hit rate 86.4%" in shown
     assert "layer 1: 3 of 4 hot, hit rate 95.0%" in shown
-    settings = ["--half-life-tokens", "7", "--hysteresis", "0.5", "--swap-gib-per-s", "1"]
+    settings = ["--half-life-tokens", "7", "--min-gain", "0.5", "--swap-gib-per-s", "1"]
     main([*command, *options, "--arm", "adaptive", "--offload-gib", "0", *settings])
-    assert load(out).adaptation == Adaptation(7, 0.5, 2**30)
+    settings = load(out).adaptation.settings
+    assert settings == AdaptationSettings(7, 0.5, max_bytes_per_s=2**30, max_burst_bytes=2**30)
 
 
 @pytest.mark.parametrize(
@@ -256,9 +261,9 @@ def test_the_command_line_writes_and_shows_a_plan(
         ("--offload-gib 0 --world-size -8", "--world-size must be at least 1, got -8"),
         ("--offload-gib 0 --staging-slots -1", "--staging-slots must be at least 0, got -1"),
         ("--offload-gib 0 --rows-per-step 0", "--rows-per-step must be at least 1, got 0"),
-        ("--offload-gib 0 --hysteresis 1", "adaptation belongs to the arm adaptive"),
-        ("--offload-gib 0 --arm adaptive --hysteresis -1", r"adaptation: .*\$\.hysteresis"),
-        ("--offload-gib 0 --arm adaptive --hysteresis nan", r"adaptation: .*\$\.hysteresis"),
+        ("--offload-gib 0 --min-gain 1", "adaptation belongs to the arm adaptive"),
+        ("--offload-gib 0 --arm adaptive --min-gain -1", r"adaptation: .*\$\.min_gain"),
+        ("--offload-gib 0 --arm adaptive --min-gain nan", r"adaptation: .*\$\.min_gain"),
         ("--offload-gib 0 --profile nowhere.json", r"nowhere\.json: .*No such file"),
         ("--offload-gib 0 --config nowhere.json", r"nowhere\.json: cannot be read"),
         ("--offload-gib 0 --out nowhere/plan.json", r"nowhere/plan\.json: .*No such file"),
