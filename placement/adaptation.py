@@ -167,9 +167,8 @@ class AdaptationPolicy:
         hot = np.flatnonzero(self._is_hot & self._is_movable)
         cold = np.flatnonzero(~self._is_hot & self._is_movable)
         max_swaps = min(affordable if max_swaps is None else min(max_swaps, affordable), len(hot), len(cold))
-        # Stable sorts, so that ties go to the lower page and every replica of the policy decides alike.
-        evicted = hot[np.argsort(self._scores[hot], kind="stable")[:max_swaps]]
-        admitted = cold[np.argsort(-self._scores[cold], kind="stable")[:max_swaps]]
+        evicted = hot[_smallest(self._scores[hot], max_swaps)]
+        admitted = cold[_smallest(-self._scores[cold], max_swaps)]
         is_better = self._is_better(self._scores[admitted], self._scores[evicted])
         # Gains fall from pair to pair: what follows the first that is not worth it is not worth it either.
         num_swaps = len(is_better) if is_better.all() else int(np.argmin(is_better))
@@ -234,3 +233,16 @@ class AdaptationPolicy:
     def _page(self, page: int) -> tuple[int, int]:
         layer = int(np.searchsorted(self._first_pages, page, side="right")) - 1
         return layer, page - self._first_pages[layer]
+
+
+def _smallest(values: NDArray[np.float64], count: int) -> NDArray[np.intp]:
+    """Where the `count` smallest values are, ascending; ties go to the lower index, so all replicas decide alike.
+
+    Only those are sorted: a rank has thousands of pages.
+    """
+    if count == 0:
+        return np.empty(0, np.intp)
+    bound = np.partition(values, count - 1)[count - 1]
+    below, at_bound = np.flatnonzero(values < bound), np.flatnonzero(values == bound)
+    chosen = np.concatenate((below, at_bound[: count - len(below)]))
+    return chosen[np.argsort(values[chosen], kind="stable")]

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.adaptation import AdaptationPolicy, AdaptationSettings
+from placement.adaptation import AdaptationPolicy, AdaptationSettings, _smallest
 
 PAGE_BYTES = 10
 
@@ -162,3 +162,9 @@ def test_before_anything_is_routed_there_is_no_hit_rate():
 def test_what_makes_no_sense_is_refused(call, problem):
     with pytest.raises(ValueError, match=problem):
         call()
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.5]), max_size=30), st.integers(0, 30))
+def test_the_smallest_are_those_that_a_stable_sort_puts_first(values, count):
+    array, count = np.array(values), min(count, len(values))
+    assert _smallest(array, count).tolist() == np.argsort(array, kind="stable")[:count].tolist()
