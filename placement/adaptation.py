@@ -6,6 +6,7 @@ admitted page is copied to the slot of the evicted one. The host pool holds ever
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -155,6 +156,13 @@ class AdaptationPolicy:
             return ()
         max_swaps = int(self._budget_bytes // self._page_bytes)
         hot, cold = np.flatnonzero(self._is_hot), np.flatnonzero(~self._is_hot)
+        if not (len(hot) and len(cold)):
+            return ()
+        # No other page can be part of a swap that gains, and there are few such pages where the hot set fits.
+        hot, cold = (
+            hot[self._scores[hot] < self._scores[cold].max()],
+            cold[self._scores[cold] > self._scores[hot].min()],
+        )
         max_swaps = min(max_swaps, len(hot), len(cold))
         # Stable sorts, so that ties go to the lower page and every replica of the policy decides alike.
         evicted = hot[np.argsort(self._scores[hot], kind="stable")[:max_swaps]]
@@ -206,5 +214,5 @@ class AdaptationPolicy:
         return (gain > self._settings.min_gain * admit) & (gain > self._settings.min_sigmas * noise)
 
     def _page(self, page: int) -> tuple[int, int]:
-        layer = int(np.searchsorted(self._first_pages, page, side="right")) - 1
+        layer = bisect_right(self._first_pages, page) - 1
         return layer, page - self._first_pages[layer]
