@@ -6,6 +6,7 @@ admitted page is copied to the slot of the evicted one. The host pool holds ever
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -231,7 +232,7 @@ class AdaptationPolicy:
         return self._first_pages[page[0]] + page[1]
 
     def _page(self, page: int) -> tuple[int, int]:
-        layer = int(np.searchsorted(self._first_pages, page, side="right")) - 1
+        layer = bisect_right(self._first_pages, page) - 1
         return layer, page - self._first_pages[layer]
 
 

@@ -78,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _simulate(study: Study, options: argparse.Namespace) -> Iterator[Record]:
+    trace = _load_full_size(options.trace) if options.trace else None
     calibration = study.calibrate(APPROACHES[0].engine)
     engine = calibrated(APPROACHES[0].engine, calibration)
     arms = [
@@ -86,8 +87,7 @@ def _simulate(study: Study, options: argparse.Namespace) -> Iterator[Record]:
             options.arm, options.ep_size, options.offload_gib, options.prefetch
         )
     ]
-    if options.trace:
-        trace = _load_full_size(options.trace)
+    if trace is not None:
         for arm in arms:
             rest_ms = engine.rest_ms(study.machine, trace.num_rows, 0)
             result = replay(trace, arm, study.profile(FOUR_DOMAINS), study.machine, rest_ms)

@@ -17,6 +17,7 @@ from placement.throughput import (
     PROMPT_PASSAGE_TOKENS,
     Engine,
     StepCurve,
+    curve_traces,
     interactive_tokens_per_s,
     prompt_traffic,
     tokens_per_step_of,
@@ -59,6 +60,7 @@ class Study:
         self.machine = machine
         self._profiles: dict[Traffic, NDArray[np.int64]] = {}
         self._traces: dict[tuple[str, bool], Trace] = {}
+        self._curve_traces: dict[tuple[Traffic, int], tuple[Trace, ...]] = {}
         self._curves: dict[tuple[Traffic, int, Arm], StepCurve] = {}
         self._expert_ms: dict[tuple[str, Arm, bool], float] = {}
 
@@ -99,15 +101,15 @@ class Study:
 
     def step_ms(self, row: Workload, arm: Arm, engine: Engine) -> float:
         """A settled decode step of an interactive workload."""
-        key = (row.name, arm, engine.overlaps)
-        if arm.name == "layer_offload" and key in self._expert_ms:
-            return self._expert_ms[key] + engine.rest_ms(
-                self.machine, row.num_requests * ROWS_PER_SEQUENCE, 0
-            )
-        cost = self.replay(row, arm, engine).cost
         settled = slice(self.settling_steps(row), None)
-        self._expert_ms[key] = float(cost.expert_ms[settled].mean())
-        return float(cost.step_ms[settled].mean())
+        if arm.name == "adaptive" or arm.use_prefetch:
+            return float(self.replay(row, arm, engine).cost.step_ms[settled].mean())
+        # The rest of the step decides neither what is hot nor what is read when.
+        key = (row.name, arm, engine.overlaps)
+        if key not in self._expert_ms:
+            self._expert_ms[key] = float(self.replay(row, arm, engine).cost.expert_ms[settled].mean())
+        rest_ms = engine.rest_ms(self.machine, row.num_requests * ROWS_PER_SEQUENCE, 0)
+        return self._expert_ms[key] + rest_ms
 
     def prefill_ms(self, row: Workload, arm: Arm, engine: Engine) -> float:
         """One prompt of an interactive workload."""
@@ -170,7 +172,9 @@ class Study:
         arm = replace(arm, use_prefetch=False)
         key = (traffic, rows_per_sequence, arm)
         if key not in self._curves:
-            self._curves[key] = StepCurve(self.model, traffic, rows_per_sequence, profile, arm, self.machine)
+            if key[:2] not in self._curve_traces:
+                self._curve_traces[key[:2]] = curve_traces(self.model, traffic, rows_per_sequence)
+            self._curves[key] = StepCurve(self._curve_traces[key[:2]], profile, arm, self.machine)
         return self._curves[key]
 
 

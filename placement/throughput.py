@@ -13,6 +13,7 @@ from placement.constants import NUM_ENCODER_LAYERS, REPLAY_ROWS, Machine
 from placement.cost_model import BASE_ROWS, Floats, combine, hot_ms, link_ms, other_ms, wait_ms
 from placement.hot_mask import Mask
 from placement.replay import Arm, hot_mask, read_loads
+from placement.trace import Trace
 from placement.trace_generator import ROWS_PER_SEQUENCE, RoutingModel, Traffic
 from placement.workloads import Workload
 
@@ -48,25 +49,34 @@ class Engine:
         return other_ms(machine, self.dense_ms, decode_rows + prompt_rows) + extra_ms
 
 
+def curve_traces(model: RoutingModel, traffic: Traffic, rows_per_sequence: int) -> tuple[Trace, ...]:
+    """Steps of more and more rows, for a `StepCurve`."""
+    traces = []
+    for num_rows in _GRID:
+        rows = min(rows_per_sequence, num_rows)
+        traces.append(
+            model.generate(traffic, 2, num_sequences=num_rows // rows, rows_per_sequence=rows, seed=77)
+        )
+    return tuple(traces)
+
+
 class StepCurve:
     """Mean time of a step by its rows, for one hot set and one kind of traffic."""
 
-    def __init__(self, model: RoutingModel, traffic: Traffic, rows_per_sequence: int, profile: NDArray[np.number],
-                 arm: Arm, machine: Machine) -> None:  # fmt: skip
+    def __init__(
+        self, traces: Sequence[Trace], profile: NDArray[np.number], arm: Arm, machine: Machine
+    ) -> None:
         mask = hot_mask(arm, profile)
         self._machine = machine
         self._staged = self._staged_ms(mask, arm.ep_size)
         points: dict[str, list[Floats]] = {"hot": [], "cold": [], "all": []}
-        for num_rows in _GRID:
-            rows = min(rows_per_sequence, num_rows)
-            trace = model.generate(
-                traffic, 2, num_sequences=num_rows // rows, rows_per_sequence=rows, seed=77
-            )
+        for trace in traces:
             loads, _ = read_loads(trace, slice(None), mask, arm)
             points["hot"].append(hot_ms(machine, loads.hot, arm.ep_size).mean(axis=0))
             points["all"].append(hot_ms(machine, loads.hot + loads.cold, arm.ep_size).mean(axis=0))
             points["cold"].append(wait_ms(machine, loads.cold, arm.ep_size).mean(axis=0))
         self._points = {name: np.array(rows) for name, rows in points.items()}
+        self._grid = [trace.num_rows for trace in traces]
 
     def step_ms(self, engine: Engine, decode_rows: float, prompt_rows: float, last_rows: float) -> float:
         """A step.
@@ -79,7 +89,13 @@ class StepCurve:
         """
         rest_ms = engine.rest_ms(self._machine, decode_rows, (prompt_rows + last_rows) / 2)
         encoder_rows, decoder_rows = decode_rows + prompt_rows, decode_rows + last_rows
-        hot, cold, every = (self._at(name, encoder_rows, decoder_rows) for name in ("hot", "cold", "all"))
+        encoder, decoder = self._shares(encoder_rows), self._shares(decoder_rows)
+        hot, cold, every = (
+            np.concatenate(
+                [encoder @ points[:, :NUM_ENCODER_LAYERS], decoder @ points[:, NUM_ENCODER_LAYERS:]]
+            )
+            for points in (self._points["hot"], self._points["cold"], self._points["all"])
+        )
         products = combine(hot, cold, overlaps=engine.overlaps)
         # Copies of whole layers hide behind everything else; a layer with few rows may rather read what it needs.
         staged_layers = (0, NUM_ENCODER_LAYERS, len(hot)) if engine.stages else (0,)
@@ -96,12 +112,11 @@ class StepCurve:
             total_ms += self.step_ms(engine, 0, rows, min(rows, REPLAY_ROWS) if engine.replays else rows)
         return total_ms
 
-    def _at(self, name: str, encoder_rows: float, decoder_rows: float) -> Floats:
-        values = self._points[name]
-        rows = np.repeat(
-            [encoder_rows, decoder_rows], [NUM_ENCODER_LAYERS, values.shape[1] - NUM_ENCODER_LAYERS]
-        )
-        return np.array([np.interp(row, _GRID, column) for row, column in zip(rows, values.T, strict=True)])
+    def _shares(self, num_rows: float) -> Floats:
+        """What each point of the grid contributes to a step of `num_rows`; between two points, linear."""
+        position = float(np.interp(num_rows, self._grid, np.arange(len(self._grid))))
+        shares: Floats = np.maximum(0.0, 1.0 - np.abs(np.arange(len(self._grid)) - position))
+        return shares
 
     def _staged_ms(self, mask: Mask, ep_size: int) -> Floats:
         cold = (~mask).reshape(len(mask), ep_size, -1).sum(axis=2).astype(np.float64)

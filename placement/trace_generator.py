@@ -26,6 +26,9 @@ ROWS_PER_SEQUENCE: Final = 6
 
 _TABLE_SIZE: Final = 2048
 """Quantiles a passage's distribution is drawn from. The cut moves from passage to passage, so nothing is lost."""
+_NONE: Final = np.uint16(0xFFFF)
+_NUM_TRIES: Final = (10, 30)
+"""Draws of a row, then more of those that still lack experts, before these are found in a slower way."""
 _UNIFORM_SHARE: Final = 0.01
 """Of the draws, so that even the narrowest passage has more experts than a row chooses."""
 _DOMAIN_COSINES: Final = (
@@ -123,14 +126,20 @@ class RoutingModel:
             passage = clock // steps_per_passage - start // steps_per_passage
             request = clock // (steps_per_passage * traffic.passages_per_sequence)
             topics = rng.integers(len(traffic.topics), size=int(request[-1]) + 1)
-            for index in range(int(passage[-1]) + 1):
-                steps = np.flatnonzero(passage == index)
-                table = self._table(traffic.topics[topics[request[steps[0]]]], rng)
-                shape = (len(steps), rows_per_sequence, NUM_LAYERS)
-                chosen = _draw(table, shape, rng)
-                ids[steps, sequence] = chosen
-                if predicted is not None:
-                    predicted[steps, sequence] = _predict(table, chosen, recall, ahead)
+            first_steps = np.flatnonzero(np.diff(passage, prepend=-1))
+            passages = _Passages(
+                np.concatenate(
+                    [self._widths(traffic.topics[topics[request[step]]], rng) for step in first_steps]
+                )
+            )
+            lines = np.broadcast_to(
+                passage[:, None, None] * NUM_LAYERS + np.arange(NUM_LAYERS), ids[:, sequence].shape[:-1]
+            ).ravel()
+            chosen = _draw(passages, lines, rng)
+            ids[:, sequence] = chosen.reshape(ids[:, sequence].shape)
+            if predicted is not None:
+                foreseen = _predict(passages, lines, chosen, recall, ahead)
+                predicted[:, sequence] = foreseen.reshape(ids[:, sequence].shape)
         whole = (num_steps, num_sequences * rows_per_sequence, NUM_LAYERS, NUM_TOPK)
         return Trace(
             traffic.label,
@@ -139,18 +148,27 @@ class RoutingModel:
             None if predicted is None else predicted.reshape(whole),
         )
 
-    def _table(self, topic: int, rng: np.random.Generator) -> Ids:
-        """Quantiles of a new passage's distribution, `[num_layers, _TABLE_SIZE]` expert ids."""
-        passage = self._passage * rng.standard_normal((NUM_LAYERS, NUM_EXPERTS))
+    def _widths(self, topic: int, rng: np.random.Generator) -> NDArray[np.int32]:
+        """How many quantiles of a new passage's distribution each expert has, `[num_layers, num_experts]`."""
+        passage = self._passage * rng.standard_normal((NUM_LAYERS, NUM_EXPERTS), np.float32)
         logits = self._common + self._topics[topic] + passage
-        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        weights = np.exp((logits - logits.max(axis=1, keepdims=True)).astype(np.float32))
         weights /= weights.sum(axis=1, keepdims=True)
         ends = np.cumsum((1 - _UNIFORM_SHARE) * weights + _UNIFORM_SHARE / NUM_EXPERTS, axis=1) * _TABLE_SIZE
         ends[:, -1] = _TABLE_SIZE
-        cuts = np.floor(ends + rng.random((NUM_LAYERS, 1))).astype(np.int64).clip(max=_TABLE_SIZE)
-        widths = np.diff(cuts, axis=1, prepend=0)
+        cuts = np.floor(ends + rng.random((NUM_LAYERS, 1))).astype(np.int32).clip(max=_TABLE_SIZE)
+        return np.diff(cuts, axis=1, prepend=np.int32(0))
+
+
+class _Passages:
+    """Distributions of experts, one for every passage and layer: `[num_lines, ...]`."""
+
+    def __init__(self, widths: NDArray[np.int32]) -> None:
+        self.widths = widths
+        """Quantiles of each expert, `_TABLE_SIZE` in all."""
         experts = np.broadcast_to(np.arange(NUM_EXPERTS, dtype=np.uint16), widths.shape)
-        return np.repeat(experts.ravel(), widths.ravel()).reshape(NUM_LAYERS, _TABLE_SIZE)
+        self.quantiles = np.repeat(experts.ravel(), widths.ravel())
+        """Expert ids, `[num_lines * _TABLE_SIZE]`."""
 
 
 def _standard(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
@@ -161,39 +179,61 @@ def _standard(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.fl
     return normalized
 
 
-def _draw(table: Ids, shape: tuple[int, int, int], rng: np.random.Generator) -> Ids:
-    """Draw `NUM_TOPK` experts without replacement for every step, row and layer of `shape`."""
-    layers = np.broadcast_to(np.arange(NUM_LAYERS), shape).ravel()
-    ids = np.empty((layers.size, NUM_TOPK), np.uint16)
-    for slot in range(NUM_TOPK):
-        _draw_slot(table, layers, ids, slot, np.arange(layers.size), ids[:, :slot], rng)
-    return ids.reshape(*shape, NUM_TOPK)
+def _draw(passages: _Passages, lines: NDArray[np.int64], rng: np.random.Generator) -> Ids:
+    """Draw `NUM_TOPK` experts without replacement for each of `lines`, `[lines.size, NUM_TOPK]`."""
+    nothing = np.empty((lines.size, 0), np.uint16)
+    return _draw_others(passages, lines, nothing, np.full(lines.size, NUM_TOPK), rng)
 
 
-def _draw_slot(
-    table: Ids,
-    layers: NDArray[np.int64],
-    ids: Ids,
-    slot: int,
-    pending: NDArray[np.int64],
-    taken: Ids,
-    rng: np.random.Generator,
-) -> None:
-    """Fill `ids[pending, slot]` with draws that are not in the same row of `taken`."""
-    while pending.size:
-        drawn = table[layers[pending], rng.integers(_TABLE_SIZE, size=pending.size)]
-        ids[pending, slot] = drawn
-        pending = pending[(taken[pending] == drawn[:, None]).any(axis=1)]
-
-
-def _predict(table: Ids, chosen: Ids, recall: float, rng: np.random.Generator) -> Ids:
+def _predict(
+    passages: _Passages, lines: NDArray[np.int64], chosen: Ids, recall: float, rng: np.random.Generator
+) -> Ids:
     """What a router that foresees a share `recall` of `chosen` says; its errors are plausible experts."""
-    layers = np.broadcast_to(np.arange(NUM_LAYERS), chosen.shape[:-1]).ravel()
-    truth = chosen.reshape(-1, NUM_TOPK)
-    predicted = truth.copy()
-    is_wrong = rng.random(truth.shape) >= recall
+    is_wrong = rng.random(chosen.shape) >= recall
+    others = _draw_others(passages, lines, chosen, is_wrong.sum(axis=1), rng)
+    predicted = chosen.copy()
+    predicted[is_wrong] = others[others != _NONE]
+    return predicted
+
+
+def _draw_others(
+    passages: _Passages,
+    lines: NDArray[np.int64],
+    taken: Ids,
+    num_wanted: NDArray[np.int64],
+    rng: np.random.Generator,
+) -> Ids:
+    """Draw experts that differ from each other and from `taken`.
+
+    Args:
+        passages: what to draw from.
+        lines: of `passages`, `[num_rows]`.
+        taken: not drawn again, `[num_rows, num_taken]`.
+        num_wanted: experts to draw, `[num_rows]`, at most `NUM_TOPK`.
+        rng: is used up.
+    Returns: `[num_rows, NUM_TOPK]`, each row in the order of its draws, `_NONE` where no more are wanted.
+    """
+    found = np.full((NUM_TOPK, lines.size), _NONE, np.uint16)
+    num_found = np.zeros(lines.size, np.int64)
+    # The first draws of a row that differ are draws without replacement.
+    for num_tries in _NUM_TRIES:
+        late = np.flatnonzero(num_found < num_wanted)
+        out = [*taken[late].T, *found[:, late]]
+        quantiles = rng.integers(_TABLE_SIZE, size=(num_tries, late.size)) + lines[late] * _TABLE_SIZE
+        drawn = passages.quantiles.take(quantiles)
+        for place in range(num_tries):
+            is_new = num_found[late] < num_wanted[late]
+            for earlier in (*out, *drawn[:place]):
+                is_new &= drawn[place] != earlier
+            rows = late[is_new]
+            found[num_found[rows], rows] = drawn[place, is_new]
+            num_found[rows] += 1
+    # Where few experts have nearly all the weight, the others are drawn from what is left.
     for slot in range(NUM_TOPK):
-        others = np.delete(predicted, slot, axis=1)
-        taken = np.concatenate([truth, others], axis=1)
-        _draw_slot(table, layers, predicted, slot, np.flatnonzero(is_wrong[:, slot]), taken, rng)
-    return predicted.reshape(chosen.shape)
+        rows = np.flatnonzero((num_found <= slot) & (slot < num_wanted))
+        widths = passages.widths[lines[rows]]
+        gone = np.concatenate([taken[rows].T, found[:slot, rows]]).astype(np.int64)
+        widths[np.arange(rows.size), gone] = 0
+        ends = widths.cumsum(axis=1, dtype=np.int32)
+        found[slot, rows] = (ends <= rng.integers(ends[:, -1:])).sum(axis=1)
+    return found.T

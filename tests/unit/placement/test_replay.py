@@ -8,19 +8,12 @@ import pytest
 from placement.constants import EXPERT_BYTES, PUBLISHED_MACHINE
 from placement.replay import Arm, Replay, replay
 from placement.trace import Trace
-from placement.trace_generator import FOUR_DOMAINS, RANDOM_TOKENS, RoutingModel, Traffic, single_topic
+from placement.trace_generator import FOUR_DOMAINS, RANDOM_TOKENS, Traffic, single_topic
+from tests.unit.placement.traffic import MODEL, profile
 
-MODEL = RoutingModel()
 REST_MS = 17.0
 SETTLED = slice(500, None)
 """After 2,000 tokens, four a step."""
-_profiles: dict[Traffic, np.ndarray] = {}
-
-
-def profile(traffic: Traffic) -> np.ndarray:
-    if traffic not in _profiles:
-        _profiles[traffic] = MODEL.generate(traffic, 128, num_sequences=35, seed=900).routed_slots()
-    return _profiles[traffic]
 
 
 def run(trace: Trace, made_for: Traffic, name: str, ep_size: int = 1, **changes: object) -> Replay:
@@ -84,9 +77,14 @@ def test_swaps_stay_within_the_byte_budget_of_each_rank(text_trace):
 
 
 def test_a_fitting_set_is_hardly_touched(text_trace):
-    static, adaptive = (run(text_trace, FOUR_DOMAINS, name) for name in ("static", "adaptive"))
-    assert settled_ms(adaptive) <= 1.03 * settled_ms(static)
-    assert adaptive.hit_rate[SETTLED].mean() >= static.hit_rate[SETTLED].mean() - 0.005
+    lost_hits = []
+    for trace in (text_trace, *(MODEL.generate(FOUR_DOMAINS, 1000, seed=seed) for seed in (6, 7))):
+        static, adaptive = (run(trace, FOUR_DOMAINS, name) for name in ("static", "adaptive"))
+        assert settled_ms(adaptive) <= 1.03 * settled_ms(static)
+        lost_hits.append(static.hit_rate[SETTLED].mean() - adaptive.hit_rate[SETTLED].mean())
+    # A thousand steps are a dozen requests, whose topics a hot set follows a little.
+    assert max(lost_hits) <= 0.0075
+    assert np.mean(lost_hits) <= 0.0025
 
 
 def test_slices_shorten_the_wait_and_move_the_same_bytes():

@@ -3,10 +3,17 @@ from pathlib import Path
 
 import pytest
 
+from placement import simulate
 from placement.simulate import main
 from placement.trace import save
 from placement.trace_generator import FOUR_DOMAINS, RoutingModel
 from tests.unit.placement.test_trace import create_trace
+from tests.unit.placement.traffic import shared_study
+
+
+@pytest.fixture(autouse=True)
+def _share_studies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate, "Study", shared_study)
 
 
 def records(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:

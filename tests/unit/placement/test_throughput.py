@@ -8,6 +8,7 @@ from placement.replay import Arm
 from placement.throughput import (
     Engine,
     StepCurve,
+    curve_traces,
     interactive_tokens_per_s,
     tokens_per_step_of,
     wide_tokens_per_s,
@@ -15,13 +16,15 @@ from placement.throughput import (
 from placement.trace_generator import FOUR_DOMAINS, NUM_EXPERTS, NUM_LAYERS, RoutingModel
 from placement.workloads import workload
 
-MODEL = RoutingModel()
 ENGINE = Engine(dense_ms=15.0)
 PROFILE = np.arange(NUM_LAYERS * NUM_EXPERTS).reshape(NUM_LAYERS, NUM_EXPERTS)[:, ::-1] % 97
 
 
+TRACES = curve_traces(RoutingModel(), FOUR_DOMAINS, 64)
+
+
 def create_curve(offload_gib: float = 12.0) -> StepCurve:
-    return StepCurve(MODEL, FOUR_DOMAINS, 64, PROFILE, Arm("static", 1, offload_gib), PUBLISHED_MACHINE)
+    return StepCurve(TRACES, PROFILE, Arm("static", 1, offload_gib), PUBLISHED_MACHINE)
 
 
 CURVE = create_curve()

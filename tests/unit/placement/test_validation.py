@@ -4,11 +4,11 @@ import pytest
 
 from placement import study as study_module
 from placement import validation
-from placement.study import Study
 from placement.validation import APPROACHES, Row, breakdown, validate
 from placement.workloads import WORKLOADS
+from tests.unit.placement.traffic import shared_study
 
-STUDY = Study()
+STUDY = shared_study()
 
 
 def test_the_rows_that_calibrate_come_out():
