@@ -181,6 +181,17 @@ def test_a_lost_shard_ends_streams_with_an_error_and_the_engine_comes_back(
     assert complete(client, "The cat") == before
 
 
+def test_the_placement_of_every_rank_can_be_read(base_url: str) -> None:
+    placement = httpx.get(f"{base_url}/v1/placement", timeout=30).raise_for_status().json()
+    assert placement["arm"] is None
+    assert [rank["rank"] for rank in placement["ranks"]] == [0, 1]
+    for rank in placement["ranks"]:
+        assert sum(rank["num_hot_pages"]) == 20
+        assert rank["adaptation"] is None
+    paused = httpx.post(f"{base_url}/v1/placement/pause", timeout=30).raise_for_status().json()
+    assert paused == placement, "there is nothing to pause"
+
+
 def test_the_profile_counts_every_routed_token(base_url: str, client: openai.OpenAI) -> None:
     def profile() -> Profile:
         response = httpx.get(f"{base_url}/v1/placement/profile", params={"label": "test"}, timeout=30)
