@@ -46,7 +46,7 @@ class RoutingCounter:
             num_rows: of each of its sequences.
         """
         is_decode = torch.tensor([n == 1 for n in num_rows], device=self._counts.device)
-        phases = is_decode.to(torch.int64)[batch.encoder.sequence]
+        phases = is_decode.to(torch.int64)[batch.encoder.queries.sequence]
         self._phases = {len(batch.decoder_rows): phases[batch.decoder_rows], len(phases): phases}
         num_decode = sum(n for n in num_rows if n == 1)
         self._num_tokens[_DECODE] += num_decode

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
+
+from kernels.formats import FP8_TILE
 
 
 class QuantizedRows(NamedTuple):
@@ -32,6 +36,47 @@ class Fp8Matrix(NamedTuple):
 
 Matrix: TypeAlias = Tensor | Fp8Matrix
 """`[out, in]`: float32, float64 or bf16, or FP8 codes with their scales."""
+
+
+def stack(matrices: Sequence[Matrix]) -> Matrix:
+    """Matrices of one kind, below each other; rows of FP8 ones in multiples of 32."""
+    if all(isinstance(w, Fp8Matrix) for w in matrices):
+        # Bytes, since not every torch concatenates FP8.
+        codes = torch.cat([w.codes.view(torch.uint8) for w in matrices if isinstance(w, Fp8Matrix)])
+        scales = torch.cat([w.scales for w in matrices if isinstance(w, Fp8Matrix)])
+        return Fp8Matrix(codes.view(torch.float8_e4m3fn), scales)
+    return torch.cat([w for w in matrices if isinstance(w, Tensor)])
+
+
+def rows_of(w: Matrix, rows: slice) -> Matrix:
+    """Some rows of a matrix, without a copy; of an FP8 one in multiples of 32."""
+    if isinstance(w, Fp8Matrix):
+        return Fp8Matrix(w.codes[rows], w.scales[rows.start // FP8_TILE : rows.stop // FP8_TILE])
+    return w[rows]
+
+
+class Mixes(NamedTuple):
+    """Per-token coefficients over the `m` residual copies, in the accumulation type."""
+
+    pre: Tensor
+    """`[num_tokens, m]`: weights that collapse the copies into a sub-layer's input (used one sub-layer later)."""
+    post: Tensor
+    """`[num_tokens, m]`: how much of the sub-layer's output each copy receives."""
+    comb: Tensor
+    """`[num_tokens, m, m]`: doubly stochastic mixing; copy `b` receives `comb[a, b]` of copy `a`."""
+
+
+class Advanced(NamedTuple):
+    """The residual stream at the next sub-layer, and what that sub-layer sees."""
+
+    stream: Tensor
+    """`[num_rows, m, hidden]` bf16."""
+    mixes: Mixes
+    """Of `stream`."""
+    x: Tensor
+    """`[num_rows, hidden]` bf16: collapsed and normalised."""
+    x_q8: Tensor
+    """`[num_rows, hidden]` bf16: `x` in Q8."""
 
 
 class QueryRows(NamedTuple):

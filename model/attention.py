@@ -5,55 +5,62 @@ Source: `spec/model.md` section 4.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kernels.reference.attention import attention_row_bytes, sparse_attention
-from kernels.reference.compressor import pool_pairs
-from kernels.reference.indexer import (
-    candidate_pool,
-    index_row_bytes,
-    index_scores,
-    mask_outside_pool,
-    select_entries,
-)
-from kernels.reference.linear import linear, linear_bf16
-from kernels.reference.norm import rms_norm
-from kernels.reference.quantize import quantize_q4n, quantize_q4u, quantize_q8
-from kernels.reference.rope import Yarn, apply_rope, rope_frequencies
+from kernels.reference.rope import Yarn, rope_frequencies
+from kernels.tensors import QuantizedRows
 from model.batch import ForwardBatch, Rows
 from model.collectives import Collectives
 from model.config import ModelConfig
 from model.kv_cache import KvCaches
-from model.numerics import Numerics
+from model.kv_layout import half_ring_size, window_ring_size
+from model.operators import Operators
 from model.probe import Probe
-from model.row_tiles import split_rows
-from model.weights import AttentionWeights, CompressorWeights, IndexerWeights
+from model.weights import AttentionWeights, CompressorWeights
 
 
 @dataclass(slots=True)
 class Selection:
     """Choices that later layers of the same forward reuse."""
 
-    entry_idx: Tensor | None = None
-    """`[num_rows, index_topk]` int64: cache rows of the last index source's picks, oldest first, -1 as filler."""
+    entry_rows: Tensor | None = None
+    """`[num_rows, index_topk]` int32: cache rows of the last index source's picks, oldest first, -1 as filler."""
     pool: Tensor | None = None
-    """`[num_rows, max_blocks]` bool: candidate blocks of each row's sequence; None before their source layer."""
+    """`[num_rows, candidate_topk_blocks]` int32: candidate blocks of each row's sequence, ascending, -1 as filler; None
+    before their source layer."""
 
     def keep_decoder_rows(self, batch: ForwardBatch) -> None:
         """Forget the rows that end before the decoder half."""
-        if self.entry_idx is not None:
-            self.entry_idx = self.entry_idx[batch.decoder_rows]
+        if self.entry_rows is not None:
+            self.entry_rows = self.entry_rows[batch.decoder_rows]
         if self.pool is not None:
             self.pool = self.pool[batch.decoder_rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Projections:
+    """What a layer's attention computes from its input, before it looks at any key."""
+
+    low_rank: Tensor
+    """`[num_rows, q_lora_rank]` bf16, Q8."""
+    side: Tensor | None
+    """`[num_rows, n]`, accumulation type: product with `AttentionWeights.side`."""
+    keys: QuantizedRows
+    """`[num_new_keys, head_dim]` Q8: window keys."""
+
+    def keep_decoder_rows(self, batch: ForwardBatch) -> Projections:
+        """Without the rows that end before the decoder half; their keys stay."""
+        side = None if self.side is None else self.side[batch.decoder_rows]
+        return replace(self, low_rank=self.low_rank[batch.decoder_rows], side=side)
 
 
 class Attention:
     """Attention of all layers of one rank. Stateless but for the caches.
 
-    Per layer and step: `write_global` (KV source layers only, over all rows of the step), then `attend`.
+    Per layer and step: `project`, `write_global` (KV source layers only, over all rows of the step), then `attend`.
     """
 
     def __init__(
@@ -61,236 +68,238 @@ class Attention:
         config: ModelConfig,
         caches: KvCaches,
         collectives: Collectives,
-        numerics: Numerics,
+        operators: Operators,
+        accumulate: torch.dtype,
         device: torch.device,
         probe: Probe,
     ) -> None:
         self._config = config
         self._caches = caches
         self._collectives = collectives
-        self._numerics = numerics
-        self._accumulate = numerics.accumulate
+        self._operators = operators
         self._probe = probe
         scaling = config.rope_scaling
         yarn = Yarn(
             scaling.factor, scaling.beta_fast, scaling.beta_slow, scaling.original_max_position_embeddings
         )
         rope_dim = config.qk_rope_head_dim
-        self._plain_rope = rope_frequencies(rope_dim, config.rope_theta, None, self._accumulate).to(device)
-        self._compressed_rope = rope_frequencies(
-            rope_dim, config.compress_rope_theta, yarn, self._accumulate
-        ).to(device)
+        self._plain_rope = rope_frequencies(rope_dim, config.rope_theta, None, accumulate).to(device)
+        self._compressed_rope = rope_frequencies(rope_dim, config.compress_rope_theta, yarn, accumulate).to(
+            device
+        )
 
     def frequencies(self, layer: int) -> Tensor:
         """RoPE frequencies of everything in a layer: `[qk_rope_head_dim // 2]`."""
         return self._compressed_rope if self._config.compress_ratios[layer] else self._plain_rope
 
-    def write_global(self, layer: int, weights: CompressorWeights, x: Tensor, batch: ForwardBatch) -> None:
-        """Compress a KV source layer's input into the entries and index keys that this step completes.
-
-        Args:
-            layer: the source.
-            weights: its compressor.
-            x: `[num_tokens, hidden]` bf16, normalised input of all rows.
-            batch: the step.
-        """
-        config = self._config
-        writes = batch.writes[config.compress_ratios[layer]]
-        pooled = self._pool(layer, weights, x, batch)
-        latent = rms_norm(pooled, weights.norm, config.rms_norm_eps, self._accumulate)
-        frequencies = self.frequencies(layer)
-
-        key = linear_bf16(latent, weights.wk, self._accumulate)
-        key = rms_norm(key, weights.k_norm, config.rms_norm_eps, self._accumulate)
-        key = quantize_q4u(apply_rope(key, writes.positions, frequencies))
-        self._caches.index_keys[layer][writes.cache_idx] = key
-
-        entry = quantize_q4n(apply_rope(latent, writes.positions, frequencies))
-        self._caches.entries[layer][writes.cache_idx] = entry
-
-    def _pool(self, layer: int, weights: CompressorWeights, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """One latent per completed entry, before its norm: `[num_entries, head_dim]` bf16."""
-        if weights.wgate is None:
-            return linear_bf16(x, weights.wkv, self._accumulate)
-        halves = self._caches.halves[layer]
-        writes = batch.writes[2]
-        new = torch.stack(
-            (linear(x, weights.wkv, self._accumulate), linear(x, weights.wgate, self._accumulate)), dim=1
-        )  # [num_tokens, 2 (value, gate), head_dim]
-        is_new = (writes.previous_rows >= 0).view(-1, 1, 1)
-        first = torch.where(is_new, new[writes.previous_rows.clamp_min(0)], halves[writes.previous_halves])
-        pair = torch.stack((first, new[writes.rows]), dim=1)  # [num_entries, 2 (token), 2, head_dim]
-        halves[batch.half_idx] = new[batch.half_rows]
-        return pool_pairs(pair[:, :, 0], pair[:, :, 1])
-
-    def attend(
-        self,
-        layer: int,
-        weights: AttentionWeights,
-        x: Tensor,
-        kv: Tensor,
-        rows: Rows,
-        batch: ForwardBatch,
-        selection: Selection,
-    ) -> Tensor:
-        """Attention of one backbone layer.
+    def project(
+        self, layer: int, weights: AttentionWeights, x: Tensor, x_q8: Tensor, positions: Tensor
+    ) -> Projections:
+        """Low-rank queries and window keys of new rows (section 4.2), and what the layer has besides.
 
         Args:
             layer: its id.
             weights: its weights on this rank.
             x: `[num_rows, hidden]` bf16, normalised input.
-            kv: `[num_kv_rows, head_dim]` bf16: window keys of this step, which `rows` indexes.
-            rows: the rows that are evaluated.
-            batch: the step they belong to.
-            selection: picks so far; replaced at index source layers.
-        Returns: `[num_rows, hidden]` bf16, complete on every rank.
+            x_q8: the same in Q8.
+            positions: `[num_rows]` int64.
+        """
+        operators = self._operators
+        projected = operators.linear(x_q8, weights.low_rank)
+        self._probe(layer, "low_rank", projected)
+        low_rank, keys = operators.split_low_rank(
+            projected,
+            weights.q_norm,
+            weights.kv_norm,
+            positions,
+            self.frequencies(layer),
+            norm_eps=self._config.rms_norm_eps,
+        )
+        self._probe(layer, "window_kv", keys.codes)
+        self._probe(layer, "window_kv_scales", keys.scales)
+        side = None if weights.side is None else operators.linear(x, weights.side)
+        return Projections(low_rank, side, keys)
+
+    def write_global(
+        self, layer: int, weights: CompressorWeights, projections: Projections, batch: ForwardBatch
+    ) -> None:
+        """Compress a KV source layer's input into the entries and index keys that this step completes.
+
+        Args:
+            layer: the source.
+            weights: its compressor.
+            projections: of all rows.
+            batch: the step.
         """
         config = self._config
-        low_rank, q = self.queries(layer, weights, x, rows.positions)
-        if weights.indexer is not None:
-            self._select(layer, weights.indexer, x, low_rank, rows, batch, selection)
-        core = torch.empty_like(q)
-        num_keys = config.sliding_window + (config.index_topk if config.compress_ratios[layer] else 0)
-        for tile in split_rows(0, len(q), attention_row_bytes(*q.shape[1:], num_keys, self._accumulate)):
-            keys, is_valid = self._keys(layer, kv, rows, tile, selection)
-            core[tile] = self.attention_core(weights, q[tile], keys, is_valid)
-        self._caches.windows[layer][rows.kept_ring] = kv[rows.kept]
-        self._probe(layer, "attn_core", core)
-        return self.output(layer, weights, core, rows.positions)
+        ratio = config.compress_ratios[layer]
+        assert projections.side is not None, f"layer {layer} has no compressor"
+        compressed = projections.side[:, : ratio * config.head_dim]  # value; at ratio 2 value and gate
+        halves = self._caches.halves.get(layer)
+        self._operators.write_entries(
+            compressed,
+            halves,
+            batch.encoder.queries,
+            batch.encoder.places.first_new,
+            batch.half_start,
+            batch.entry_rows[ratio],
+            weights.norm,
+            weights.wk,
+            weights.k_norm,
+            self.frequencies(layer),
+            self._caches.entries[layer],
+            self._caches.index_keys[layer],
+            ratio=ratio,
+            half_ring=half_ring_size(config),
+            norm_eps=config.rms_norm_eps,
+        )
+        if halves is not None:
+            self._operators.keep_halves(compressed, halves, batch.half_rows)
 
-    def queries(
-        self, layer: int, weights: AttentionWeights, x: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Queries of new rows (section 4.2).
-
-        Returns: the low-rank query `[num_rows, q_lora_rank]` and the rotated queries
-            `[num_rows, local_heads, head_dim]`, both bf16.
-        """
-        config, accumulate = self._config, self._accumulate
-        low_rank = linear_bf16(quantize_q8(x), weights.wq_a, accumulate)
-        low_rank = rms_norm(low_rank, weights.q_norm, config.rms_norm_eps, accumulate)
-        q = linear_bf16(quantize_q8(low_rank), weights.wq_b, accumulate).unflatten(-1, (-1, config.head_dim))
-        q = apply_rope(q, positions, self.frequencies(layer))
-        self._probe(layer, "qr", low_rank)
-        self._probe(layer, "q", q)
-        return low_rank, q
-
-    def window_kv(self, layer: int, weights: AttentionWeights, x: Tensor, positions: Tensor) -> Tensor:
-        """Window key of each row: `[num_rows, hidden]` bf16 to `[num_rows, head_dim]` bf16, rotated and quantised."""
-        kv = linear_bf16(quantize_q8(x), weights.wkv, self._accumulate)
-        kv = rms_norm(kv, weights.kv_norm, self._config.rms_norm_eps, self._accumulate)
-        kv = quantize_q8(apply_rope(kv, positions, self.frequencies(layer)))
-        self._probe(layer, "window_kv", kv)
-        return kv
-
-    def attention_core(self, weights: AttentionWeights, q: Tensor, keys: Tensor, is_valid: Tensor) -> Tensor:
-        """Attention over gathered keys, see `sparse_attention`."""
-        scale = self._config.head_dim**-0.5
-        return sparse_attention(q, keys, is_valid, weights.sinks, scale, self._accumulate)
-
-    def output(self, layer: int, weights: AttentionWeights, core: Tensor, positions: Tensor) -> Tensor:
-        """Inverse rotation, grouped low-rank projection and the sum over ranks.
+    def attend(
+        self,
+        layer: int,
+        weights: AttentionWeights,
+        projections: Projections,
+        rows: Rows,
+        batch: ForwardBatch,
+        selection: Selection,
+    ) -> Tensor:
+        """Attention of one backbone layer; enters its window keys into the ring.
 
         Args:
             layer: its id.
             weights: its weights on this rank.
-            core: `[num_rows, local_heads, head_dim]` bf16.
-            positions: `[num_rows]` int64.
-        Returns: `[num_rows, hidden]` bf16.
+            projections: of `rows`, and the keys of all rows that `rows.places` counts.
+            rows: the rows that are evaluated.
+            batch: the step they belong to.
+            selection: picks so far; replaced at index source layers.
+        Returns: `[num_rows, hidden]` in the accumulation type, complete on every rank.
         """
-        unrotated = apply_rope(core, positions, self.frequencies(layer), inverse=True)
-        num_groups = weights.wo_a.shape[0]
-        grouped = unrotated.flatten(1).unflatten(1, (num_groups, -1))
-        z = torch.cat(
-            [linear_bf16(grouped[:, g], weights.wo_a[g], self._accumulate) for g in range(num_groups)], dim=1
+        config = self._config
+        q, index_q = self._queries(weights, projections.low_rank)
+        self._probe(layer, "q", q)
+        if weights.has_indexer:
+            assert index_q is not None
+            assert projections.side is not None
+            self._select(layer, index_q, projections.side, rows, batch, selection)
+        entries = None
+        if config.compress_ratios[layer]:
+            assert selection.entry_rows is not None, f"layer {layer} has no index source before it"
+            entries = self._caches.entries[config.kv_source_of(layer)]
+        ring = self._caches.windows[layer]
+        core = self._operators.window_attention(
+            q,
+            rows.queries,
+            rows.places,
+            projections.keys,
+            ring,
+            ring_size=window_ring_size(config),
+            window=config.sliding_window,
+            entries=entries,
+            entry_rows=None if entries is None else selection.entry_rows,
+            sinks=weights.sinks,
+            frequencies=self.frequencies(layer),
+            scale=config.head_dim**-0.5,
         )
-        partial = linear(quantize_q8(z), weights.wo_b, self._accumulate)
-        return self._collectives.all_reduce(partial).to(torch.bfloat16)
+        self._probe(layer, "attn_core", core)
+        self._operators.keep_keys(projections.keys, ring, rows.ring_rows)
+        return self.output(weights, core)
 
-    def _keys(
-        self, layer: int, kv: Tensor, rows: Rows, tile: slice, selection: Selection
-    ) -> tuple[Tensor, Tensor]:
-        """Keys of a tile of rows, window before entries: `[tile_rows, num_keys, head_dim]` bf16 and which exist."""
-        keys, is_valid = self._window_keys(layer, kv, rows.window_new[tile], rows.window_ring[tile])
-        if self._config.compress_ratios[layer] == 0:
-            return keys, is_valid
-        assert selection.entry_idx is not None, f"layer {layer} has no index source before it"
-        entry_idx = selection.entry_idx[tile]
-        entries = self._caches.entries[self._config.kv_source_of(layer)][entry_idx.clamp_min(0)]
-        return torch.cat((keys, entries), dim=1), torch.cat((is_valid, entry_idx >= 0), dim=1)
+    def _queries(self, weights: AttentionWeights, low_rank: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Queries before their rotation, the layer's and, where it has one, the indexer's.
 
-    def _window_keys(
-        self, layer: int, kv: Tensor, window_new: Tensor, window_ring: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Window keys of a tile of rows: `[tile_rows, window, head_dim]` bf16 and which of them exist."""
-        new = kv[window_new.clamp_min(0)]
-        cached = self._caches.windows[layer][window_ring.clamp_min(0)]
-        is_new = window_new >= 0
-        return torch.where(is_new.unsqueeze(-1), new, cached), is_new | (window_ring >= 0)
+        Returns: `[num_rows, local_heads, head_dim]` and `[num_rows, index_n_heads, index_head_dim]`, bf16.
+        """
+        config = self._config
+        product = self._operators.linear(low_rank, weights.queries, out_dtype=torch.bfloat16)
+        width = weights.sinks.shape[0] * config.head_dim
+        q = product[:, :width].unflatten(1, (-1, config.head_dim))
+        if not weights.has_indexer:
+            return q, None
+        return q, product[:, width:].unflatten(1, (-1, config.index_head_dim))
+
+    def draft_attend(
+        self, layer: int, weights: AttentionWeights, x_q8: Tensor, positions: Tensor, ring_rows: Tensor
+    ) -> Tensor:
+        """Attention of a draft stage: the committed window and the whole block, without a causal mask inside it.
+
+        Args:
+            layer: the stage's id.
+            weights: its weights on this rank.
+            x_q8: `[num_sequences * block, hidden]` bf16, normalised input in Q8.
+            positions: `[num_sequences * block]` int64.
+            ring_rows: `[num_sequences, window]` int64: the committed window of each sequence, oldest first, -1 where
+                there is none.
+        Returns: `[num_sequences * block, hidden]` in the accumulation type, complete on every rank.
+        """
+        projections = self.project(layer, weights, x_q8, x_q8, positions)
+        q, _ = self._queries(weights, projections.low_rank)
+        core = self._operators.block_attention(
+            q,
+            positions,
+            projections.keys,
+            self._caches.windows[layer],
+            ring_rows,
+            sinks=weights.sinks,
+            frequencies=self.frequencies(layer),
+            scale=self._config.head_dim**-0.5,
+        )
+        return self.output(weights, core)
+
+    def commit_draft_keys(self, layer: int, weights: AttentionWeights, x_q8: Tensor, rows: Rows) -> None:
+        """Enter the keys of processed rows into a draft stage's ring.
+
+        Args:
+            layer: the stage's id.
+            weights: its weights.
+            x_q8: `[num_rows, hidden]` bf16 in Q8: the stages' common input.
+            rows: the rows it belongs to.
+        """
+        keys = self.project(layer, weights, x_q8, x_q8, rows.queries.positions).keys
+        self._operators.keep_keys(keys, self._caches.windows[layer], rows.ring_rows)
+
+    def output(self, weights: AttentionWeights, core: Tensor) -> Tensor:
+        """Output projection: `[num_rows, local_heads, head_dim]` to `[num_rows, hidden]` in the accumulation type."""
+        operators = self._operators
+        grouped = core.flatten(1).unflatten(1, (len(weights.wo_a), -1))
+        parts = [operators.linear(grouped[:, g], w, quantize=True) for g, w in enumerate(weights.wo_a)]
+        low_rank = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return self._collectives.all_reduce(operators.linear(low_rank, weights.wo_b))
 
     def _select(
         self,
         layer: int,
-        weights: IndexerWeights,
-        x: Tensor,
-        low_rank: Tensor,
+        index_q: Tensor,
+        side: Tensor,
         rows: Rows,
         batch: ForwardBatch,
         selection: Selection,
     ) -> None:
         """Score the visible entries and replace the picks of `selection` (section 4.5)."""
         config = self._config
+        source = config.kv_source_of(layer)
         ratio = config.compress_ratios[layer]
-        q, head_weights = self._index_queries(layer, weights, x, low_rank, rows.positions)
-        num_visible = (rows.positions + 1) // ratio
-        picks = torch.empty(len(q), config.index_topk, dtype=torch.int64, device=q.device)
-        if layer == config.candidate_source_layer_id:
-            num_blocks = -(-max(batch.num_entries[ratio]) // config.candidate_block_size)
-            selection.pool = torch.zeros(len(q), num_blocks, dtype=torch.bool, device=q.device)
-        for index, (begin, end) in enumerate(rows.spans):
-            num_entries = batch.num_entries[ratio][index]
-            keys = self._caches.read_index_keys(
-                config.kv_source_of(layer), ratio, batch.block_table[index], num_entries
-            )
-            row_bytes = index_row_bytes(config.index_n_heads, num_entries, self._accumulate)
-            for tile in split_rows(begin, end, row_bytes):
-                scores = index_scores(
-                    q[tile],
-                    keys,
-                    head_weights[tile],
-                    num_visible[tile],
-                    round_bf16=self._numerics.round_index_scores,
-                    accumulate=self._accumulate,
-                )
-                picks[tile] = self._choose_entries(layer, scores, num_visible[tile], selection.pool, tile)
-        entry_idx = self._caches.geometry.entry_idx(
-            batch.block_table, rows.sequence.unsqueeze(1), picks.clamp_min(0), ratio
+        is_pool_source = layer == config.candidate_source_layer_id
+        q = self._operators.index_queries(index_q, rows.queries.positions, self.frequencies(layer))
+        scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
+        head_weights = side[:, -config.index_n_heads :].to(torch.bfloat16) * scale
+        selection.entry_rows, pool = self._operators.select_entries(
+            q,
+            head_weights,
+            self._caches.index_keys[source],
+            rows.queries,
+            batch.block_table,
+            ratio=ratio,
+            entries_per_block=self._caches.geometry.entries_per_block(ratio),
+            num_topk=config.index_topk,
+            pool_block=config.candidate_block_size,
+            pool=selection.pool,
+            make_pool=config.candidate_topk_blocks if is_pool_source else None,
+            max_entries=batch.num_positions // ratio,
         )
-        selection.entry_idx = torch.where(picks >= 0, entry_idx, -1)
-        if layer == config.candidate_source_layer_id:
-            self._probe(layer, "pool", selection.pool)
-        self._probe(layer, "selected", picks)
-
-    def _index_queries(
-        self, layer: int, weights: IndexerWeights, x: Tensor, low_rank: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Index queries `[num_rows, index_n_heads, index_head_dim]` and the heads' weights, both bf16."""
-        config = self._config
-        q = linear_bf16(quantize_q8(low_rank), weights.wq_b, self._accumulate)
-        q = q.unflatten(-1, (-1, config.index_head_dim))
-        q = quantize_q4u(apply_rope(q, positions, self.frequencies(layer)))
-        head_weights = linear_bf16(x, weights.weights_proj, self._accumulate)
-        return q, head_weights * (config.index_head_dim**-0.5 * config.index_n_heads**-0.5)
-
-    def _choose_entries(
-        self, layer: int, scores: Tensor, num_visible: Tensor, pool: Tensor | None, tile: slice
-    ) -> Tensor:
-        """Best entries of a tile of rows; the pool's source layer fills the pool, layers after it stay inside."""
-        block_size = self._config.candidate_block_size
-        if pool is not None:
-            pool = pool[tile, : -(-scores.shape[1] // block_size)]
-            if layer == self._config.candidate_source_layer_id:
-                pool[:] = candidate_pool(scores, num_visible, block_size, self._config.candidate_topk_blocks)
-            else:
-                scores = mask_outside_pool(scores, pool, block_size)
-        return select_entries(scores, self._config.index_topk)
+        if is_pool_source:
+            assert pool is not None
+            selection.pool = pool
+            self._probe(layer, "pool", pool)
+        self._probe(layer, "selected", selection.entry_rows)

@@ -7,13 +7,14 @@ each query's window key, where new rows and entries go, which cache entries a se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.tensors import QueryRows, WindowPlaces
 from model.config import ModelConfig
 from model.kv_cache import CacheGeometry
 from model.kv_layout import half_ring_size, window_ring_size
@@ -41,76 +42,50 @@ class SequenceRows:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows that a run of layers evaluates, and their window keys."""
+    """The rows that a run of layers evaluates, and where their window keys are."""
 
-    positions: Tensor
-    """`[num_rows]` int64."""
-    sequence: Tensor
-    """`[num_rows]` int64: index of the row's sequence in the batch."""
-    spans: tuple[tuple[int, int], ...]
-    """Half-open row range of each sequence; may be empty."""
-    window_new: Tensor
-    """`[num_rows, window]` int64: row of this step that is the key, oldest position first; -1 if it is not new."""
-    window_ring: Tensor
-    """`[num_rows, window]` int64: ring row that is the key; -1 if the key is new or does not exist."""
-    kept: Tensor
-    """`[num_kept]` int64: rows that outlive the step in the rings (the last ones of each sequence)."""
-    kept_ring: Tensor
-    """`[num_kept]` int64: their ring rows."""
+    queries: QueryRows
+    places: WindowPlaces
+    ring_rows: Tensor
+    """`[num_new_keys]` int64: ring row of each window key that this step computes, -1 if later steps do not need it.
+    Of the keys `places` counts from `new_offset`; there may be more of them than evaluated rows."""
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
-        return self.positions.shape[0]
-
-
-@dataclass(frozen=True, slots=True)
-class EntryWrites:
-    """Compressed entries that become complete in this step, at one compression ratio."""
-
-    rows: Tensor
-    """`[num_entries]` int64: the row of each entry's last token."""
-    previous_rows: Tensor
-    """`[num_entries]` int64: ratio 2: the row of its first token, -1 if that token came in an earlier step."""
-    previous_halves: Tensor
-    """`[num_entries]` int64: ratio 2: where an earlier first token's state lies."""
-    positions: Tensor
-    """`[num_entries]` int64: position of the first token, at which the entry is rotated."""
-    cache_idx: Tensor
-    """`[num_entries]` int64: where the entry goes."""
+        """Number of evaluated rows."""
+        return self.queries.positions.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """Index tensors of one step."""
+    """Index tensors of one step; int64 all of them."""
 
     token_ids: Tensor
-    """`[num_tokens]` int64."""
+    """`[num_tokens]`."""
     lookback: Tensor
-    """`[num_tokens, ngram]` int64: the row's token and the ones before it, newest first; -1 before the start.
-    On the CPU, where the Engram tables are."""
+    """`[num_tokens, ngram]`: the row's token and the ones before it, newest first; -1 before the start."""
     encoder: Rows
     """All rows, with unbounded history."""
     boundary: Rows
-    """Rows that the decoder's first layer evaluates. Its window keys come from all rows, so `window_new` and `kept`
-    index those and the windows reach behind `decoder_start`."""
+    """Rows that the decoder's first layer evaluates. Its window keys come from all rows, and the windows reach behind
+    `decoder_start`."""
     decoder: Rows
     """Rows that the layers after it evaluate."""
     decoder_rows: Tensor
-    """`[decoder.num_rows]` int64: their indices among all rows."""
+    """`[decoder.num_rows]`: their indices among all rows."""
     last_rows: Tensor
-    """`[num_sequences]` int64: index among the decoder rows of each sequence's last row; meaningless for a sequence
-    that has none there."""
-    writes: dict[int, EntryWrites]
-    """By compression ratio."""
+    """`[num_sequences]`: index among the decoder rows of each sequence's last row; meaningless for a sequence that has
+    none there."""
+    half_start: Tensor
+    """`[num_sequences]`: first row of each sequence's ring of compressor inputs."""
     half_rows: Tensor
-    """`[num_kept]` int64: rows whose compressor state is kept."""
-    half_idx: Tensor
-    """`[num_kept]` int64: where it goes."""
+    """`[num_tokens]`: row of that ring that keeps a token's compressor input, -1 if later steps do not need it."""
+    entry_rows: dict[int, Tensor]
+    """By compression ratio, `[num_tokens]`: cache row of the entry that a token completes, -1 if it completes none."""
     block_table: Tensor
-    """`[num_sequences, max_blocks]` int64: each sequence's KV blocks, 0 as filler."""
-    num_entries: dict[int, tuple[int, ...]]
-    """By ratio: entries of each sequence once this step's are written."""
+    """`[num_sequences, max_blocks]`: each sequence's KV blocks, 0 as filler."""
+    num_positions: int
+    """Largest end of a sequence."""
 
     @classmethod
     def build(
@@ -126,10 +101,9 @@ class ForwardBatch:
             sequences: at least one, each with at least one token; distinct state slots.
             config: of the model.
             geometry: of the caches.
-            device: where the tensors go; None means CPU.
+            device: where the tensors go, in one copy; None means CPU.
         """
         assert sequences, "a step needs at least one sequence"
-        device = device or torch.device("cpu")
         spans = _Spans(
             slots=torch.tensor([s.state_slot for s in sequences]),
             starts=torch.tensor([s.start_position for s in sequences]),
@@ -138,35 +112,27 @@ class ForwardBatch:
         floors = torch.tensor([s.decoder_start for s in sequences])
         decoder_spans = replace(spans, starts=spans.starts.maximum(floors).minimum(spans.ends))
         ring = window_ring_size(config)
-        all_rows = _layout_rows(spans, torch.zeros_like(floors), config.sliding_window, ring)
-        tail = _layout_rows(decoder_spans, floors, config.sliding_window, ring)
-        decoder_rows = tail.positions + spans.row_offsets[tail.sequence]
+        all_rows = _layout_rows(spans, torch.zeros_like(floors), ring)
+        tail = _layout_rows(decoder_spans, floors, ring)
+        positions, sequence = all_rows.queries
         block_table = _block_table(sequences)
-        ratios = sorted({config.compress_ratios[layer] for layer in config.kv_source_layer_ids})
         half_ring = half_ring_size(config)
-        half_rows, half_idx = _last_rows(spans, all_rows.positions, all_rows.sequence, half_ring)
+        ratios = sorted({config.compress_ratios[layer] for layer in config.kv_source_layer_ids})
         batch = cls(
             token_ids=torch.tensor([t for s in sequences for t in s.token_ids]),
-            lookback=_lookback(sequences, all_rows.sequence, config.engram_max_ngram_size),
+            lookback=_lookback(sequences, sequence, config.engram_max_ngram_size),
             encoder=all_rows,
-            boundary=replace(
-                all_rows,
-                positions=tail.positions,
-                sequence=tail.sequence,
-                spans=tail.spans,
-                window_new=all_rows.window_new[decoder_rows],
-                window_ring=all_rows.window_ring[decoder_rows],
-            ),
+            boundary=replace(all_rows, queries=tail.queries),
             decoder=tail,
-            decoder_rows=decoder_rows,
+            decoder_rows=tail.queries.positions + spans.row_offsets[tail.queries.sequence],
             last_rows=decoder_spans.bounds[1:] - 1,
-            writes={r: _entry_writes(spans, all_rows, block_table, r, geometry, half_ring) for r in ratios},
-            half_rows=half_rows,
-            half_idx=half_idx,
+            half_start=spans.slots * half_ring,
+            half_rows=_kept_rows(spans, positions, sequence, half_ring),
+            entry_rows={r: _entry_rows(positions, sequence, block_table, r, geometry) for r in ratios},
             block_table=block_table,
-            num_entries={r: tuple(s.end_position // r for s in sequences) for r in ratios},
+            num_positions=max(s.end_position for s in sequences),
         )
-        return _to(batch, device)
+        return batch if device is None or device.type == "cpu" else _to_device(batch, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,33 +154,24 @@ class _Spans:
         return self.bounds[:-1] - self.starts
 
 
-def _layout_rows(spans: _Spans, floors: Tensor, window: int, ring: int) -> Rows:
+def _layout_rows(spans: _Spans, floors: Tensor, ring: int) -> Rows:
     """Rows of all positions in `spans`; window keys before `floors[i]` do not exist."""
-    bounds = spans.bounds
-    sequence = torch.repeat_interleave(bounds.diff())
-    offsets = spans.row_offsets[sequence]
-    positions = torch.arange(len(sequence)) - offsets
-    key = positions.unsqueeze(1) - torch.arange(window - 1, -1, -1)  # [num_rows, window], oldest first
-    is_new = key >= spans.starts[sequence].unsqueeze(1)
-    in_ring = (key >= floors[sequence].unsqueeze(1)) & ~is_new
-    ring_start = (spans.slots * ring)[sequence].unsqueeze(1)
-    kept, kept_ring = _last_rows(spans, positions, sequence, ring)
-    ends = bounds.tolist()
+    sequence = torch.repeat_interleave(spans.bounds.diff())
+    offsets = spans.row_offsets
+    positions = torch.arange(len(sequence)) - offsets[sequence]
     return Rows(
-        positions=positions,
-        sequence=sequence,
-        spans=tuple(zip(ends, ends[1:], strict=False)),
-        window_new=torch.where(is_new, key + offsets.unsqueeze(1), -1),
-        window_ring=torch.where(in_ring, ring_start + key % ring, -1),
-        kept=kept,
-        kept_ring=kept_ring,
+        queries=QueryRows(positions, sequence),
+        places=WindowPlaces(
+            ring_start=spans.slots * ring, first_new=spans.starts, new_offset=offsets, floor=floors
+        ),
+        ring_rows=_kept_rows(spans, positions, sequence, ring),
     )
 
 
-def _last_rows(spans: _Spans, positions: Tensor, sequence: Tensor, ring: int) -> tuple[Tensor, Tensor]:
-    """The last `ring` rows of each sequence (each ring row is written once) and their places in the rings."""
-    rows = (positions >= (spans.ends - ring)[sequence]).nonzero().squeeze(1)
-    return rows, (spans.slots * ring)[sequence[rows]] + positions[rows] % ring
+def _kept_rows(spans: _Spans, positions: Tensor, sequence: Tensor, ring: int) -> Tensor:
+    """Place in the rings of the last `ring` rows of each sequence (each ring row is written once), -1 for others."""
+    place = (spans.slots * ring)[sequence] + positions % ring
+    return torch.where(positions >= (spans.ends - ring)[sequence], place, -1)
 
 
 def _lookback(sequences: Sequence[SequenceRows], sequence: Tensor, ngram: int) -> Tensor:
@@ -234,35 +191,36 @@ def _block_table(sequences: Sequence[SequenceRows]) -> Tensor:
     return torch.frombuffer(padded, dtype=torch.int32).view(len(sequences), -1).to(torch.int64)
 
 
-def _entry_writes(
-    spans: _Spans, all_rows: Rows, block_table: Tensor, ratio: int, geometry: CacheGeometry, half_ring: int
-) -> EntryWrites:
-    rows = ((all_rows.positions + 1) % ratio == 0).nonzero().squeeze(1)
-    sequence, last = all_rows.sequence[rows], all_rows.positions[rows]
-    first = last - (ratio - 1)
-    return EntryWrites(
-        rows=rows,
-        previous_rows=torch.where(first >= spans.starts[sequence], rows - (ratio - 1), -1),
-        previous_halves=(spans.slots * half_ring)[sequence] + first % half_ring,
-        positions=first,
-        cache_idx=geometry.entry_idx(block_table, sequence, last // ratio, ratio),
-    )
+def _entry_rows(
+    positions: Tensor, sequence: Tensor, block_table: Tensor, ratio: int, geometry: CacheGeometry
+) -> Tensor:
+    place = geometry.entry_idx(block_table, sequence, positions // ratio, ratio)
+    return torch.where((positions + 1) % ratio == 0, place, -1)
 
 
-def _to(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
-    if device.type == "cpu":
-        return batch
-    return replace(
-        batch,
-        **{f.name: _move(getattr(batch, f.name), device) for f in fields(batch) if f.name != "lookback"},
-    )
+def _to_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
+    """The same batch on the device: many small tensors in one copy."""
+    parts: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        parts.append(tensor.reshape(-1))
+        return tensor
+
+    _map_tensors(batch, collect)
+    flat = torch.cat(parts).pin_memory().to(device, non_blocking=True)
+    moved = iter(flat.split([part.numel() for part in parts]))
+    result: ForwardBatch = _map_tensors(batch, lambda tensor: next(moved).view(tensor.shape))
+    return result
 
 
-def _move(value: Any, device: torch.device) -> Any:
+def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same structure with every tensor replaced, always in the same order."""
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
+        return change(value)
     if isinstance(value, dict):
-        return {key: _move(item, device) for key, item in value.items()}
-    if isinstance(value, Rows | EntryWrites):
-        return type(value)(**{f.name: _move(getattr(value, f.name), device) for f in fields(value)})
+        return {key: _map_tensors(item, change) for key, item in value.items()}
+    if isinstance(value, QueryRows | WindowPlaces):
+        return type(value)(*(_map_tensors(item, change) for item in value))
+    if isinstance(value, ForwardBatch | Rows):
+        return type(value)(**{f.name: _map_tensors(getattr(value, f.name), change) for f in fields(value)})
     return value

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kernels.reference.hyper_connections import collapse
-from kernels.reference.linear import linear, linear_bf16
 from kernels.reference.norm import rms_norm
 from kernels.reference.quantize import quantize_q8
 from model.batch import Rows
@@ -68,12 +67,13 @@ class DSpark:
             rows: the decoder rows they belong to; rows that a verify rejects are overwritten later.
         Returns: `[num_rows, hidden]` bf16, the stages' common input.
         """
-        projected = linear_bf16(quantize_q8(taps), self._weights.main_proj, self._accumulate)
+        operators = self._backbone.operators
+        projected = operators.linear(quantize_q8(taps), self._weights.main_proj, out_dtype=torch.bfloat16)
         main = rms_norm(projected, self._weights.main_norm, self._config.rms_norm_eps, self._accumulate)
+        main_q8 = quantize_q8(main)
         for stage in self._stages:
             weights = self._backbone.weights.layers[stage].attention
-            keys = self._backbone.attention.window_kv(stage, weights, main, rows.positions)
-            self._backbone.caches.windows[stage][rows.kept_ring] = keys[rows.kept]
+            self._backbone.attention.commit_draft_keys(stage, weights, main_q8, rows)
         return main
 
     def draft(self, anchors: Sequence[Anchor], choose: ChooseTokens) -> Draft:
@@ -90,13 +90,17 @@ class DSpark:
         tokens[:, 0] = anchor_tokens
         last = torch.tensor([a.position for a in anchors], device=device)
         positions = (last.unsqueeze(1) + torch.arange(1, block + 1, device=device)).flatten()
-        ring = self._ring_rows(anchors, device).repeat_interleave(block, dim=0)
+        ring = self._ring_rows(anchors, device)
 
         stream, pre = self._backbone.embed(tokens.flatten())
+        update = None
         for stage in self._stages:
-            x = self._backbone.attention_input(stage, stream, pre)
-            y = self._attend(stage, x, positions, ring)
-            stream, pre = self._backbone.finish_layer(stage, stream, y)
+            opened = self._backbone.attention_input(stage, stream, update, pre)
+            weights = self._backbone.weights.layers[stage].attention
+            y = self._backbone.attention.draft_attend(stage, weights, opened.x_q8, positions, ring)
+            stream, update, pre = self._backbone.finish_layer(stage, opened.stream, y, opened.mixes)
+        assert update is not None, "a drafter has stages"
+        stream = self._backbone.operators.expand(update[0], stream, update[1])
         return self._choose(collapse(stream, pre).unflatten(0, (-1, block)), anchor_tokens, choose)
 
     def _ring_rows(self, anchors: Sequence[Anchor], device: torch.device) -> Tensor:
@@ -108,18 +112,6 @@ class DSpark:
         key = last - torch.arange(self._config.sliding_window - 1, -1, -1, device=device)
         return torch.where(key >= start, slot * size + key % size, -1)
 
-    def _attend(self, stage: int, x: Tensor, positions: Tensor, ring: Tensor) -> Tensor:
-        """Attention of a draft stage: committed window plus the whole block, without a causal mask inside it."""
-        attention, block = self._backbone.attention, self._config.dspark_block_size
-        weights = self._backbone.weights.layers[stage].attention
-        _, q = attention.queries(stage, weights, x, positions)
-        kv = attention.window_kv(stage, weights, x, positions)
-        own = kv.unflatten(0, (-1, block)).repeat_interleave(block, dim=0)  # [num_rows, block, head_dim]
-        keys = torch.cat((self._backbone.caches.windows[stage][ring.clamp_min(0)], own), dim=1)
-        is_valid = torch.cat((ring >= 0, ring.new_ones(ring.shape[0], block, dtype=torch.bool)), dim=1)
-        core = attention.attention_core(weights, q, keys, is_valid)
-        return attention.output(stage, weights, core, positions)
-
     def _choose(self, hidden: Tensor, anchor_tokens: Tensor, choose: ChooseTokens) -> Draft:
         """Markov-corrected logits, one draft position after the other.
 
@@ -129,15 +121,15 @@ class DSpark:
             choose: see `draft`.
         """
         weights, accumulate = self._weights, self._accumulate
-        gather = self._backbone.collectives.all_gather_last
+        operators, gather = self._backbone.operators, self._backbone.collectives.all_gather_last
         normed = rms_norm(hidden, weights.norm, self._config.rms_norm_eps, accumulate)
         previous, tokens, confidence, logits = anchor_tokens, [], [], []
         for i in range(hidden.shape[1]):
             embedded = weights.markov_embed[previous]
-            local = linear(normed[:, i], self._backbone.weights.head, accumulate)
-            corrected = gather(local + linear(embedded, weights.markov_head, accumulate))
+            local = operators.linear(normed[:, i], self._backbone.weights.head)
+            corrected = gather(local + operators.linear(embedded, weights.markov_head))
             features = torch.cat((hidden[:, i], embedded), dim=-1)
-            confidence.append(linear(features, weights.confidence, accumulate).squeeze(-1))
+            confidence.append(operators.linear(features, weights.confidence).squeeze(-1))
             previous = choose(corrected)
             tokens.append(previous)
             logits.append(corrected)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.reference.engram import inject_engram
 from kernels.reference.engram_hash import engram_row_ids, map_lookback
-from kernels.reference.linear import linear
-from kernels.reference.quantize import dequantize_fp8_rows, quantize_q8
 from model.collectives import Collectives
 from model.config import ModelConfig
 from model.engram_map import EngramHash
-from model.numerics import Numerics
+from model.operators import Operators
 from model.probe import Probe
 from model.weights import EngramWeights
 
@@ -22,9 +19,10 @@ class Engram:
 
     Args:
         config: dimensions.
-        token_map: `[vocab]` int64 on the CPU: compressed id of every token id (section 7.1).
+        token_map: `[vocab]` int64: compressed id of every token id (section 7.1).
         collectives: over all ranks.
-        numerics: accumulation type.
+        operators: that compute.
+        device: where.
         probe: sees intermediate values.
     """
 
@@ -33,14 +31,22 @@ class Engram:
         config: ModelConfig,
         token_map: Tensor,
         collectives: Collectives,
-        numerics: Numerics,
+        operators: Operators,
+        device: torch.device,
         probe: Probe,
     ) -> None:
         self._config = config
-        self._token_map = token_map
-        self._hash = EngramHash.from_config(config)
+        self._token_map = token_map.to(device)
+        self._hash = {
+            layer: (
+                constants.multipliers.to(device),
+                constants.moduli.to(device),
+                constants.offsets.to(device),
+            )
+            for layer, constants in EngramHash.from_config(config).layers.items()
+        }
         self._collectives = collectives
-        self._accumulate = numerics.accumulate
+        self._operators = operators
         self._probe = probe
 
     def row_ids(self, layer: int, lookback: Tensor) -> Tensor:
@@ -48,12 +54,11 @@ class Engram:
 
         Args:
             layer: an Engram layer.
-            lookback: `[num_tokens, ngram]` int64 on the CPU: token ids, newest first, -1 before the start.
-        Returns: `[num_tokens, num_columns]` int64, on the CPU.
+            lookback: `[num_tokens, ngram]` int64: token ids, newest first, -1 before the start.
+        Returns: `[num_tokens, num_columns]` int64.
         """
-        constants = self._hash.layers[layer]
         mapped = map_lookback(lookback, self._token_map, self._config.engram_pad_token_id)
-        return engram_row_ids(mapped, constants.multipliers, constants.moduli, constants.offsets)
+        return engram_row_ids(mapped, *self._hash[layer])
 
     def inject(self, layer: int, weights: EngramWeights, stream: Tensor, lookback: Tensor) -> Tensor:
         """Add the gated look-ups to every copy of the stream.
@@ -65,22 +70,12 @@ class Engram:
             lookback: see `row_ids`.
         Returns: `[num_tokens, m, hidden]` bf16.
         """
-        config, accumulate = self._config, self._accumulate
         row_ids = self.row_ids(layer, lookback)
         self._probe(layer, "engram_ids", row_ids)
+        operators = self._operators
         rows = row_ids[:, weights.columns] - weights.first_row
-        looked_up = dequantize_fp8_rows(weights.codes[rows], weights.scales[rows]).to(torch.bfloat16)
-        looked_up = looked_up.flatten(1).to(stream.device)  # [num_tokens, local_columns * engram_head_dim]
-        partial = linear(quantize_q8(looked_up), weights.wkv, accumulate)
-        projected = (
-            self._collectives.all_reduce(partial).to(torch.bfloat16).unflatten(1, (-1, config.hidden_size))
-        )
-        return inject_engram(
-            stream,
-            projected[:, : config.hc_mult],
-            projected[:, config.hc_mult],
-            weights.q_weight,
-            weights.k_weight,
-            config.rms_norm_eps,
-            accumulate,
+        looked_up = operators.gather_rows(rows, weights.codes, weights.scales)
+        projected = self._collectives.all_reduce(operators.linear(looked_up, weights.wkv))
+        return operators.inject_engram(
+            stream, projected, weights.q_weight, weights.k_weight, norm_eps=self._config.rms_norm_eps
         )

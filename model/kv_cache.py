@@ -1,6 +1,7 @@
 """KV caches of one shard: compressed entries, index keys, window rings and half-group state.
 
-Values are stored as the model rounds them (`spec/model.md` section 10), so reading them back is exact. Blocks
+Values are stored as the codes and scales that the model rounds them to (`spec/model.md` section 10), so reading them
+back is exact. A zero byte is a finite code and a finite scale everywhere. Blocks
 belong to sequences through block tables that the scheduler owns; rings belong to state slots. Nothing here is ever
 cleared: what a sequence may read follows from positions alone, so a slot or block needs no preparation for its next
 owner.
@@ -13,8 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.tensors import QuantizedRows
 from model.config import ModelConfig
-from model.kv_layout import CacheShapes
+from model.kv_layout import CacheShapes, PackedLayout, entry_layout, index_key_layout, window_layout
+
+_DTYPES = {"e4m3": torch.float8_e4m3fn, "e2m1": torch.uint8, "ue8m0": torch.uint8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +54,10 @@ class KvCaches:
     """All cache tensors of one rank (one KV head: every rank holds the same).
 
     Attributes:
-        windows: `[num_layers_with_drafts, num_slots * window_ring_size, head_dim]` bf16; position `p` of slot `s` lies
-            in row `s * ring + p % ring`.
-        entries: per KV source layer, `[num_blocks * entries_per_block, head_dim]` bf16.
-        index_keys: per KV source layer, `[num_blocks * entries_per_block, index_head_dim]` bf16.
+        windows: per layer, drafts after the backbone, `num_slots * window_ring_size` keys of `head_dim` in Q8; position
+            `p` of slot `s` lies in row `s * ring + p % ring`.
+        entries: per KV source layer, `num_blocks * entries_per_block` entries of `head_dim` in Q4n.
+        index_keys: per KV source layer, `num_blocks * entries_per_block` keys of `index_head_dim` in Q4u.
         halves: per ratio-2 source layer, `[num_slots * half_ring_size, 2, head_dim]` in the accumulation type: the
             compressor's value and gate of the last tokens.
     """
@@ -64,30 +68,30 @@ class KvCaches:
         self.geometry = geometry
         shapes = CacheShapes.of(config, geometry.num_slots, geometry.num_blocks, geometry.block_size)
 
-        def zeros(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+        def rows(layout: PackedLayout, num_rows: int) -> QuantizedRows:
+            return QuantizedRows(
+                *(
+                    torch.zeros(num_rows, num_bytes, dtype=torch.uint8, device=device).view(dtype)
+                    for num_bytes, dtype in (
+                        (layout.codes_bytes, _DTYPES[layout.codes]),
+                        (layout.scales_bytes, _DTYPES[layout.scales]),
+                    )
+                )
+            )
 
-        self.windows = zeros(shapes.windows)
-        self.entries = {layer: zeros(shape) for layer, shape in shapes.entries.items()}
-        self.index_keys = {layer: zeros(shape) for layer, shape in shapes.index_keys.items()}
-        self.halves = {layer: zeros(shape, accumulate) for layer, shape in shapes.halves.items()}
-
-    def read_index_keys(self, layer: int, ratio: int, block_table: Tensor, num_entries: int) -> Tensor:
-        """First index keys of one sequence.
-
-        Args:
-            layer: KV source.
-            ratio: its compression ratio.
-            block_table: `[max_blocks]` int64, the sequence's.
-            num_entries: how many.
-        Returns: `[num_entries, index_head_dim]` bf16.
-        """
-        per_block = self.geometry.entries_per_block(ratio)
-        blocks = block_table[: -(-num_entries // per_block)]
-        return self.index_keys[layer].unflatten(0, (-1, per_block))[blocks].flatten(0, 1)[:num_entries]
+        num_layers, num_rows, width = shapes.windows
+        self.windows = [rows(window_layout(width), num_rows) for _ in range(num_layers)]
+        self.entries = {layer: rows(entry_layout(width), n) for layer, (n, width) in shapes.entries.items()}
+        self.index_keys = {
+            layer: rows(index_key_layout(width), n) for layer, (n, width) in shapes.index_keys.items()
+        }
+        self.halves = {
+            layer: torch.zeros(shape, dtype=accumulate, device=device)
+            for layer, shape in shapes.halves.items()
+        }
 
     @property
     def num_bytes(self) -> int:
         """Memory of all caches."""
-        caches = [self.windows, *self.entries.values(), *self.index_keys.values(), *self.halves.values()]
-        return sum(cache.numel() * cache.element_size() for cache in caches)
+        packed = (*self.windows, *self.entries.values(), *self.index_keys.values())
+        return sum(t.nbytes for t in (*(t for rows in packed for t in rows), *self.halves.values()))

@@ -1,4 +1,7 @@
-"""Shapes of the KV caches, and the bytes that they take. No torch. Source: `spec/model.md` section 10."""
+"""Shapes of the KV caches, how a row is packed, and the bytes that they take. No torch.
+
+Source: `spec/model.md` section 10.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,6 @@ from typing import Literal
 from kernels.formats import MXFP4_GROUP, NVFP4_GROUP
 from model.config import ModelConfig
 
-CacheFormat = Literal["bf16", "packed"]
-"""`bf16`: values as the model rounds them, two bytes each: what `model.kv_cache` keeps. `packed`: codes and scales, as
-the release stores them; the same values."""
-
-_BF16_BYTES = 2
 _FP32_BYTES = 4
 _E2M1_PER_BYTE = 2
 
@@ -74,15 +72,13 @@ class CacheBytes:
     halves: int
 
     @classmethod
-    def of(cls, shapes: CacheShapes, cache_format: CacheFormat) -> CacheBytes:
-        """Bytes of caches with these shapes; half-group state is float32 in either format."""
+    def of(cls, shapes: CacheShapes) -> CacheBytes:
+        """Bytes of caches with these shapes; half-group state is float32."""
         *num_rows, width = shapes.windows
         return cls(
-            windows=prod(num_rows) * window_row_bytes(width, cache_format),
-            entries=sum(n * entry_bytes(width, cache_format) for n, width in shapes.entries.values()),
-            index_keys=sum(
-                n * index_key_bytes(width, cache_format) for n, width in shapes.index_keys.values()
-            ),
+            windows=prod(num_rows) * window_layout(width).num_bytes,
+            entries=sum(n * entry_layout(width).num_bytes for n, width in shapes.entries.values()),
+            index_keys=sum(n * index_key_layout(width).num_bytes for n, width in shapes.index_keys.values()),
             halves=sum(prod(shape) * _FP32_BYTES for shape in shapes.halves.values()),
         )
 
@@ -92,16 +88,31 @@ class CacheBytes:
         return self.windows + self.entries + self.index_keys + self.halves
 
 
-def window_row_bytes(width: int, cache_format: CacheFormat) -> int:
-    """Of one window key; packed: e4m3 with a ue8m0 scale for each 32 values."""
-    return width * _BF16_BYTES if cache_format == "bf16" else width + width // MXFP4_GROUP
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """One row of a cache: codes, and a scale for each group of them."""
+
+    codes: Literal["e4m3", "e2m1"]
+    codes_bytes: int
+    scales: Literal["e4m3", "ue8m0"]
+    scales_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a row."""
+        return self.codes_bytes + self.scales_bytes
 
 
-def entry_bytes(width: int, cache_format: CacheFormat) -> int:
-    """Of one compressed entry; packed: e2m1 with an e4m3 scale for each 16 values."""
-    return width * _BF16_BYTES if cache_format == "bf16" else width // _E2M1_PER_BYTE + width // NVFP4_GROUP
+def window_layout(width: int) -> PackedLayout:
+    """A window key (Q8)."""
+    return PackedLayout("e4m3", width, "ue8m0", width // MXFP4_GROUP)
 
 
-def index_key_bytes(width: int, cache_format: CacheFormat) -> int:
-    """Of one index key; packed: e2m1 with a ue8m0 scale for each 32 values."""
-    return width * _BF16_BYTES if cache_format == "bf16" else width // _E2M1_PER_BYTE + width // MXFP4_GROUP
+def entry_layout(width: int) -> PackedLayout:
+    """A compressed entry (Q4n)."""
+    return PackedLayout("e2m1", width // _E2M1_PER_BYTE, "e4m3", width // NVFP4_GROUP)
+
+
+def index_key_layout(width: int) -> PackedLayout:
+    """An index key (Q4u)."""
+    return PackedLayout("e2m1", width // _E2M1_PER_BYTE, "ue8m0", width // MXFP4_GROUP)

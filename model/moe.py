@@ -10,14 +10,11 @@ from torch import Tensor
 from kernels import experts as kernels
 from kernels.expert_rows import combine
 from kernels.reference import experts as reference
-from kernels.reference.experts import swiglu
-from kernels.reference.linear import linear, linear_bf16
-from kernels.reference.quantize import quantize_q8
-from kernels.reference.router import route
 from model.collectives import Collectives
 from model.config import ModelConfig
 from model.expert_source import ExpertSource, PageGroup
 from model.numerics import Numerics
+from model.operators import Operators
 from model.parallel import ParallelLayout
 from model.probe import Probe
 from model.weights import MoeWeights
@@ -32,6 +29,7 @@ class MixtureOfExperts:
         layout: ParallelLayout,
         experts: ExpertSource,
         collectives: Collectives,
+        operators: Operators,
         numerics: Numerics,
         device: torch.device,
         probe: Probe,
@@ -40,6 +38,7 @@ class MixtureOfExperts:
         self._layout = layout
         self._experts = experts
         self._collectives = collectives
+        self.operators = operators
         self._numerics = numerics
         self._probe = probe
         # The kernels take bf16 activations and accumulate in fp32; golden numbers and the CPU want the reference.
@@ -50,7 +49,7 @@ class MixtureOfExperts:
         )
 
     def forward(
-        self, layer: int, weights: MoeWeights, x: Tensor, following: MoeWeights | None = None
+        self, layer: int, weights: MoeWeights, x: Tensor, x_q8: Tensor, following: MoeWeights | None = None
     ) -> Tensor:
         """Routed experts plus shared expert.
 
@@ -58,9 +57,10 @@ class MixtureOfExperts:
             layer: layer id, draft stages after the backbone.
             weights: router and shared expert.
             x: `[num_tokens, hidden]` bf16, normalised.
+            x_q8: the same in Q8.
             following: of the next layer, for a guess at what its router will choose; None if there is none.
-        Returns: `[num_tokens, hidden]` bf16, complete on every rank; NaN for a token that needed a page which
-            cannot be read.
+        Returns: `[num_tokens, hidden]` in the accumulation type, complete on every rank; NaN for a token that needed a
+            page which cannot be read.
         """
         topk_idx, topk_weights = self._route(layer, weights, x)
         self._probe(layer, "topk_idx", topk_idx)
@@ -70,7 +70,7 @@ class MixtureOfExperts:
             self._experts.predict(layer + 1, self._route(layer + 1, following, x)[0])
         groups = self._stream(layer, topk_idx) if in_place is None else (in_place,)
         routed = self._routed(layer, x, topk_idx, topk_weights, groups)
-        shared = self._shared(weights, x)
+        shared = self._shared(weights, x_q8)
         return self._combine(layer, routed, topk_idx, shared)
 
     def _local_experts(self, layer: int) -> range:
@@ -78,13 +78,11 @@ class MixtureOfExperts:
 
     def _route(self, layer: int, weights: MoeWeights, x: Tensor) -> tuple[Tensor, Tensor]:
         """`topk_idx` and `topk_weights`, both `[num_tokens, num_topk]`."""
-        return route(
-            x,
-            weights.gate,
+        return self.operators.choose_experts(
+            self.operators.linear(x, weights.gate),
             weights.bias,
             self._config.num_topk_of(layer),
             self._config.routed_scaling_factor,
-            self._numerics.accumulate,
         )
 
     def _stream(self, layer: int, topk_idx: Tensor) -> Iterator[PageGroup]:
@@ -128,17 +126,14 @@ class MixtureOfExperts:
                 x, *routing, group.experts, *rest, limit=config.swiglu_limit, quantize_activations=quantize
             )
 
-    def _shared(self, weights: MoeWeights, x: Tensor) -> Tensor:
+    def _shared(self, weights: MoeWeights, x_q8: Tensor) -> Tensor:
         """This rank's part of the shared expert's output: `[num_tokens, hidden]`, accumulation type."""
-        accumulate = self._numerics.accumulate
-        quantized = quantize_q8(x)
-        gate = linear_bf16(quantized, weights.shared_w1, accumulate)
-        up = linear_bf16(quantized, weights.shared_w3, accumulate)
-        h = swiglu(gate, up, self._config.swiglu_limit, accumulate).to(torch.bfloat16)
-        return linear(quantize_q8(h), weights.shared_w2, accumulate)
+        operators = self.operators
+        gate_up = operators.linear(x_q8, weights.shared_gate_up, out_dtype=torch.bfloat16)
+        return operators.linear(operators.swiglu_q8(gate_up, self._config.swiglu_limit), weights.shared_down)
 
     def _combine(self, layer: int, routed: Tensor, topk_idx: Tensor, shared: Tensor) -> Tensor:
-        """Sum over choices in ascending expert order, shared expert last, rounded once.
+        """Sum over choices in ascending expert order, shared expert last; what reads it rounds it.
 
         With the reference's rounding each expert's complete output is BF16 before the sum, so the ranks' parts of every
         single output are added first; otherwise each rank sums what it has and one vector per token crosses ranks.
@@ -146,12 +141,12 @@ class MixtureOfExperts:
         if self._numerics.quantize_expert_activations:
             parts = torch.cat((routed, shared.unsqueeze(1)), dim=1)
             complete = self._collectives.all_reduce(parts).to(torch.bfloat16).to(parts.dtype)
-            return _sum_in_order(complete).to(torch.bfloat16)
+            return _sum_in_order(complete)
         if self._use_kernels:
             partial = combine(routed, topk_idx, self._local_experts(layer)) + shared
         else:
             partial = _sum_in_order(routed) + shared
-        return self._collectives.all_reduce(partial).to(torch.bfloat16)
+        return self._collectives.all_reduce(partial)
 
 
 def _sum_in_order(parts: Tensor) -> Tensor:

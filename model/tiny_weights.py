@@ -40,7 +40,7 @@ def make_tensors(name: str, tensors: dict[str, TensorSpec], seed: int) -> dict[s
     per_element = 2 if spec.dtype is StoredDtype.I8 else 1
     columns = spec.shape[-1] * per_element
     z = unit_values(name, math.prod(spec.shape) * per_element, seed)
-    values = torch.from_numpy(_RULES[_role(name)](z, columns).astype(np.float32))
+    values = torch.from_numpy(rule_of(name)(z, columns).astype(np.float32))
     values = values.reshape(*spec.shape[:-1], columns)
     if spec.dtype is StoredDtype.F32:
         return {name: values}
@@ -81,6 +81,11 @@ def _fnv1a(text: str) -> int:
     for byte in text.encode("utf-8"):
         value = ((value ^ byte) * _FNV_PRIME) & _WORD
     return value
+
+
+def rule_of(name: str) -> Rule:
+    """How the values of a tensor are distributed."""
+    return _RULES[_role(name)]
 
 
 def _role(name: str) -> str:

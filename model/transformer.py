@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from kernels.reference.hyper_connections import Mixes, collapse, compute_mixes, expand
-from kernels.reference.linear import linear
-from kernels.reference.norm import rms_norm
+from kernels.tensors import Advanced, Mixes
 from model.attention import Attention, Selection
 from model.batch import ForwardBatch
 from model.collectives import Collectives
@@ -19,9 +18,13 @@ from model.expert_source import ExpertSource
 from model.kv_cache import KvCaches
 from model.moe import MixtureOfExperts
 from model.numerics import Numerics
+from model.operators import create_operators
 from model.parallel import ParallelLayout
 from model.probe import Probe, no_probe
 from model.weights import HyperConnectionWeights, ModelWeights
+
+Update: TypeAlias = tuple[Tensor, Mixes]
+"""A sub-layer's output, `[num_rows, hidden]`, and the mixes by which it enters the stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +70,14 @@ class Transformer:
         self.numerics = numerics
         self.caches = caches
         device = weights.embed.device
-        self.attention = Attention(config, caches, collectives, numerics, device, probe)
-        self.moe = MixtureOfExperts(config, layout, experts, collectives, numerics, device, probe)
-        self._engram = Engram(config, token_map, collectives, numerics, probe)
+        self.operators = create_operators(numerics)
+        self.attention = Attention(
+            config, caches, collectives, self.operators, numerics.accumulate, device, probe
+        )
+        self.moe = MixtureOfExperts(
+            config, layout, experts, collectives, self.operators, numerics, device, probe
+        )
+        self._engram = Engram(config, token_map, collectives, self.operators, device, probe)
         self._vocab = layout.shard(config.vocab_size)
         self._probe = probe
 
@@ -81,6 +89,7 @@ class Transformer:
         config, weights = self.config, self.weights
         rows = batch.encoder
         stream, pre = self.embed(batch.token_ids)
+        update: Update | None = None
         selection = Selection()
         taps = []
         for layer in range(config.num_hidden_layers):
@@ -88,22 +97,28 @@ class Transformer:
             if layer > config.decoder_start_layer:
                 rows = batch.decoder
             if layer_weights.engram is not None:
+                stream, update = self._complete(layer - 1, stream, update), None
                 stream = self._engram.inject(layer, layer_weights.engram, stream, batch.lookback)
-            self._probe(layer, "stream_in", stream)
             self._probe(layer, "pre", pre)
-            x = self.attention_input(layer, stream, pre)
+            opened = self.attention_input(layer, stream, update, pre)
+            stream, mixes = opened.stream, opened.mixes
+            projections = self.attention.project(
+                layer, layer_weights.attention, opened.x, opened.x_q8, rows.queries.positions
+            )
             if layer_weights.attention.compressor is not None:
-                self.attention.write_global(layer, layer_weights.attention.compressor, x, batch)
-            kv = self.attention.window_kv(layer, layer_weights.attention, x, rows.positions)
+                self.attention.write_global(layer, layer_weights.attention.compressor, projections, batch)
             if layer == config.decoder_start_layer:
                 rows = batch.boundary
-                stream, x = stream[batch.decoder_rows], x[batch.decoder_rows]
+                stream, mixes = stream[batch.decoder_rows], Mixes(*(t[batch.decoder_rows] for t in mixes))
+                projections = projections.keep_decoder_rows(batch)
                 selection.keep_decoder_rows(batch)
             if layer in config.dspark_target_layer_ids:
-                taps.append(stream.to(self.numerics.accumulate).mean(dim=1).to(torch.bfloat16))
-            y = self.attention.attend(layer, layer_weights.attention, x, kv, rows, batch, selection)
-            stream, pre = self.finish_layer(layer, stream, y)
-        return Hidden(self._final_norm(stream, pre), torch.cat(taps, dim=-1))
+                taps.append(self.operators.mean_copies(stream))
+            y = self.attention.attend(layer, layer_weights.attention, projections, rows, batch, selection)
+            stream, update, pre = self.finish_layer(layer, stream, y, mixes)
+        stream = self._complete(config.num_hidden_layers - 1, stream, update)
+        normed = self.operators.collapse_norm(stream, pre, weights.norm, norm_eps=config.rms_norm_eps)
+        return Hidden(normed, torch.cat(taps, dim=-1))
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Residual stream and first collapse weights of new tokens.
@@ -121,53 +136,74 @@ class Transformer:
         pre[:, 0] = 1
         return stream, pre
 
-    def attention_input(self, layer: int, stream: Tensor, pre: Tensor) -> Tensor:
-        """Normalised input of a layer's attention: `[num_rows, hidden]` bf16."""
-        norm = self.weights.layers[layer].attn_norm
-        x = rms_norm(collapse(stream, pre), norm, self.config.rms_norm_eps, self.numerics.accumulate)
-        self._probe(layer, "attn_norm_out", x)
-        return x
+    def attention_input(self, layer: int, stream: Tensor, update: Update | None, pre: Tensor) -> Advanced:
+        """What a layer's attention sees, and the stream with what the sub-layer before it has to add.
 
-    def finish_layer(self, layer: int, stream: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        Args:
+            layer: layer id, draft stages after the backbone.
+            stream: `[num_rows, m, hidden]` bf16.
+            update: of the sub-layer before; None if it is in the stream already.
+            pre: `[num_rows, m]`: collapse weights that it left.
+        """
+        weights = self.weights.layers[layer]
+        opened = self._advance(stream, update, pre, weights.hc_attn, weights.attn_norm)
+        if update is not None:
+            self._probe(layer - 1, "stream_out", opened.stream)
+        self._probe(layer, "stream_in", opened.stream)
+        self._probe(layer, "attn_norm_out", opened.x)
+        return opened
+
+    def finish_layer(
+        self, layer: int, stream: Tensor, y: Tensor, mixes: Mixes
+    ) -> tuple[Tensor, Update, Tensor]:
         """Everything after a layer's attention.
 
         Args:
             layer: layer id, draft stages after the backbone.
             stream: `[num_rows, m, hidden]` bf16, the layer's input (after Engram).
-            y: `[num_rows, hidden]` bf16, the attention's output.
-        Returns: the layer's output stream and the collapse weights for the next layer.
+            y: `[num_rows, hidden]`, the attention's output.
+            mixes: the attention's.
+        Returns: the stream before the experts' output, that output with its mixes, and the collapse weights for the
+            next layer.
         """
         weights = self.weights.layers[layer]
-        attention_mixes = self._mixes(weights.hc_attn, stream)
         self._probe(layer, "attn_out", y)
-        stream = expand(y, stream, attention_mixes)
-        self._probe(layer, "stream_mid", stream)
         # The sub-layer's own pre weights collapse the input of the *next* sub-layer.
-        ffn_mixes = self._mixes(weights.hc_ffn, stream)
-        x = collapse(stream, attention_mixes.pre)
-        x = rms_norm(x, weights.ffn_norm, self.config.rms_norm_eps, self.numerics.accumulate)
+        opened = self._advance(stream, (y, mixes), mixes.pre, weights.hc_ffn, weights.ffn_norm)
+        self._probe(layer, "stream_mid", opened.stream)
         following = self.weights.layers[layer + 1].moe if layer + 1 < self.config.num_hidden_layers else None
-        y = self.moe.forward(layer, weights.moe, x, following)
+        y = self.moe.forward(layer, weights.moe, opened.x, opened.x_q8, following)
         self._probe(layer, "moe_out", y)
-        stream = expand(y, stream, ffn_mixes)
-        self._probe(layer, "stream_out", stream)
-        return stream, ffn_mixes.pre
+        return opened.stream, (y, opened.mixes), opened.mixes.pre
 
-    def _mixes(self, weights: HyperConnectionWeights, stream: Tensor) -> Mixes:
-        return compute_mixes(
+    def _advance(
+        self,
+        stream: Tensor,
+        update: Update | None,
+        pre: Tensor,
+        weights: HyperConnectionWeights,
+        norm: Tensor,
+    ) -> Advanced:
+        return self.operators.advance(
             stream,
+            update,
+            pre,
             weights.fn,
             weights.base,
             weights.scale,
+            norm,
             sinkhorn_iters=self.config.hc_sinkhorn_iters,
             hc_eps=self.config.hc_eps,
             norm_eps=self.config.rms_norm_eps,
-            accumulate=self.numerics.accumulate,
         )
 
-    def _final_norm(self, stream: Tensor, pre: Tensor) -> Tensor:
-        hidden = collapse(stream, pre)
-        return rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps, self.numerics.accumulate)
+    def _complete(self, layer: int, stream: Tensor, update: Update | None) -> Tensor:
+        """The stream after a layer, `update` included."""
+        if update is None:
+            return stream
+        stream = self.operators.expand(update[0], stream, update[1])
+        self._probe(layer, "stream_out", stream)
+        return stream
 
     def logits(self, normed: Tensor) -> Tensor:
         """Next-token logits.
@@ -176,4 +212,4 @@ class Transformer:
             normed: `[num_rows, hidden]` bf16.
         Returns: `[num_rows, vocab]` in the accumulation type, on every rank.
         """
-        return self.collectives.all_gather_last(linear(normed, self.weights.head, self.numerics.accumulate))
+        return self.collectives.all_gather_last(self.operators.linear(normed, self.weights.head))

@@ -1,8 +1,8 @@
 """One rank's weights: what the model multiplies with, and how it is cut out of a checkpoint.
 
-Dense FP8 weights are dequantised when they are read, which is exact (`spec/model.md` section 2.2: the tile scale is
-a power of two). Matrices are held in the accumulation type on the CPU, which spares a conversion per product, and in
-BF16 on GPUs; either holds every value exactly. Expert pages are not here: the model reads them through an
+GPUs hold dense FP8 weights as the checkpoint does (`spec/model.md` section 2.2) and other matrices in BF16; CPUs hold
+every matrix in the accumulation type, which is exact and spares a conversion per product. Matrices that multiply the
+same vector are stacked, so that one product does for all. Expert pages are not here: the model reads them through an
 `ExpertSource`. `bias_vl`, the vision tower and the image delimiters belong to images, which are not served.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels.formats import FP8_TILE
 from kernels.reference.quantize import dequantize_fp8_tiles
+from kernels.tensors import Fp8Matrix, Matrix, stack
 from model.config import ModelConfig
 from model.engram_map import EngramHash
 from model.parallel import ParallelLayout
@@ -43,12 +44,8 @@ class HyperConnectionWeights:
 
 @dataclass(frozen=True, slots=True)
 class CompressorWeights:
-    """Compressor and index key of a KV source layer (section 4.3); replicated."""
+    """What a KV source layer does with its compressor's projection (section 4.3); replicated."""
 
-    wkv: Tensor
-    """`[head_dim, hidden]`."""
-    wgate: Tensor | None
-    """`[head_dim, hidden]`; ratio 2 only."""
     norm: Tensor
     """`[head_dim]` bf16."""
     wk: Tensor
@@ -58,37 +55,29 @@ class CompressorWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class IndexerWeights:
-    """Index query of an index source layer (section 4.5); replicated, so that all ranks choose the same entries."""
-
-    wq_b: Tensor
-    """`[index_n_heads * index_head_dim, q_lora_rank]`."""
-    weights_proj: Tensor
-    """`[index_n_heads, hidden]`."""
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionWeights:
     """Attention of one layer (section 4); heads and output groups are cut over ranks, the rest is replicated."""
 
-    wq_a: Tensor
-    """`[q_lora_rank, hidden]`."""
+    low_rank: Matrix
+    """`[q_lora_rank + head_dim, hidden]`: wq_a, wkv."""
     q_norm: Tensor
     """`[q_lora_rank]` bf16."""
-    wq_b: Tensor
-    """`[local_heads * head_dim, q_lora_rank]`."""
-    wkv: Tensor
-    """`[head_dim, hidden]`."""
     kv_norm: Tensor
     """`[head_dim]` bf16."""
+    queries: Matrix
+    """`[local_heads * head_dim (+ index_n_heads * index_head_dim), q_lora_rank]`: wq_b, and the indexer's, which all
+    ranks hold, so that they choose the same entries."""
     sinks: Tensor
     """`[local_heads]` float32."""
-    wo_a: Tensor
-    """`[local_groups, o_lora_rank, heads_per_group * head_dim]`."""
-    wo_b: Tensor
+    wo_a: tuple[Matrix, ...]
+    """Of each local group: `[o_lora_rank, heads_per_group * head_dim]`."""
+    wo_b: Matrix
     """`[hidden, local_groups * o_lora_rank]`."""
+    side: Tensor | None
+    """`[n, hidden]`: what multiplies the input before it is quantised: the compressor's wkv and, at ratio 2, wgate; the
+    indexer's weights_proj. Each only where the layer has it."""
     compressor: CompressorWeights | None
-    indexer: IndexerWeights | None
+    has_indexer: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +88,9 @@ class MoeWeights:
     """`[num_experts, hidden]`."""
     bias: Tensor
     """`[num_experts]` float32."""
-    shared_w1: Tensor
-    """`[local_inter, hidden]`."""
-    shared_w3: Tensor
-    """`[local_inter, hidden]`."""
-    shared_w2: Tensor
+    shared_gate_up: Matrix
+    """`[2 * local_inter, hidden]`: w1, w3."""
+    shared_down: Matrix
     """`[hidden, local_inter]`."""
 
 
@@ -123,7 +110,7 @@ class EngramWeights:
     """Table row that `codes[0]` is."""
     columns: slice
     """This rank's look-up columns among all `(ngram - 1) * heads`."""
-    wkv: Tensor
+    wkv: Matrix
     """`[(m + 1) * hidden, local_columns * engram_head_dim]`."""
     q_weight: Tensor
     """`[m, hidden]` bf16."""
@@ -148,7 +135,7 @@ class LayerWeights:
 class DraftWeights:
     """What DSpark has besides its stages (section 8)."""
 
-    main_proj: Tensor
+    main_proj: Matrix
     """`[hidden, num_targets * hidden]`."""
     main_norm: Tensor
     """`[hidden]` bf16."""
@@ -234,10 +221,12 @@ class _RankLoader:
     def matrix(self, name: str, rows: slice | None = None) -> Tensor:
         return self._reader.read(name, rows).to(self._matrix_dtype).to(self._device)
 
-    def fp8(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+    def fp8(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Matrix:
         codes = self._reader.read(f"{name}.weight", rows, columns)
         scales = self._reader.read(f"{name}.scale", _tiles(rows), _tiles(columns))
-        return dequantize_fp8_tiles(codes, scales).to(self._matrix_dtype).to(self._device)
+        if self._device.type == "cpu":
+            return dequantize_fp8_tiles(codes, scales).to(self._matrix_dtype)
+        return Fp8Matrix(codes.to(self._device), scales.to(self._device))
 
     def layer(self, layer: int) -> LayerWeights:
         name = self._config.layer_names[layer]
@@ -260,35 +249,42 @@ class _RankLoader:
         config, layout = self._config, self._layout
         heads = layout.shard(config.num_attention_heads)
         groups = layout.shard(config.o_groups)
-        low_rank = _scaled(groups, config.o_lora_rank)
-        wo_a = self.fp8(f"{name}.wo_a", rows=low_rank)
+        has_indexer = layer in config.index_source_layer_ids
+        queries = [self.fp8(f"{name}.wq_b", rows=_scaled(heads, config.head_dim))]
+        if has_indexer:
+            queries.append(self.fp8(f"{name}.indexer.wq_b"))
         return AttentionWeights(
-            wq_a=self.fp8(f"{name}.wq_a"),
+            low_rank=stack((self.fp8(f"{name}.wq_a"), self.fp8(f"{name}.wkv"))),
             q_norm=self.plain(f"{name}.q_norm.weight"),
-            wq_b=self.fp8(f"{name}.wq_b", rows=_scaled(heads, config.head_dim)),
-            wkv=self.fp8(f"{name}.wkv"),
             kv_norm=self.plain(f"{name}.kv_norm.weight"),
+            queries=stack(queries),
             sinks=self.plain(f"{name}.attn_sink", rows=heads),
-            wo_a=wo_a.unflatten(0, (-1, config.o_lora_rank)),
-            wo_b=self.fp8(f"{name}.wo_b", columns=low_rank),
-            compressor=self._compressor(name, layer) if layer in config.kv_source_layer_ids else None,
-            indexer=self._indexer(name) if layer in config.index_source_layer_ids else None,
+            wo_a=tuple(
+                self.fp8(f"{name}.wo_a", rows=_scaled(slice(group, group + 1), config.o_lora_rank))
+                for group in range(groups.start, groups.stop)
+            ),
+            wo_b=self.fp8(f"{name}.wo_b", columns=_scaled(groups, config.o_lora_rank)),
+            side=self._side(name, layer),
+            compressor=self._compressor(name) if layer in config.kv_source_layer_ids else None,
+            has_indexer=has_indexer,
         )
 
-    def _compressor(self, name: str, layer: int) -> CompressorWeights:
-        has_gate = self._config.compress_ratios[layer] == 2
+    def _side(self, name: str, layer: int) -> Tensor | None:
+        config = self._config
+        names = []
+        if layer in config.kv_source_layer_ids:
+            names.append("compressor.wkv")
+            if config.compress_ratios[layer] == 2:
+                names.append("compressor.wgate")
+        if layer in config.index_source_layer_ids:
+            names.append("indexer.weights_proj")
+        return torch.cat([self.matrix(f"{name}.{part}.weight") for part in names]) if names else None
+
+    def _compressor(self, name: str) -> CompressorWeights:
         return CompressorWeights(
-            wkv=self.matrix(f"{name}.compressor.wkv.weight"),
-            wgate=self.matrix(f"{name}.compressor.wgate.weight") if has_gate else None,
             norm=self.plain(f"{name}.compressor.norm.weight"),
             wk=self.matrix(f"{name}.indexer.wk.weight"),
             k_norm=self.plain(f"{name}.indexer.k_norm.weight"),
-        )
-
-    def _indexer(self, name: str) -> IndexerWeights:
-        return IndexerWeights(
-            wq_b=self.fp8(f"{name}.indexer.wq_b"),
-            weights_proj=self.matrix(f"{name}.indexer.weights_proj.weight"),
         )
 
     def _moe(self, name: str) -> MoeWeights:
@@ -296,9 +292,8 @@ class _RankLoader:
         return MoeWeights(
             gate=self.matrix(f"{name}.gate.weight"),
             bias=self.plain(f"{name}.gate.bias"),
-            shared_w1=self.fp8(f"{name}.shared_experts.w1", rows=inter),
-            shared_w3=self.fp8(f"{name}.shared_experts.w3", rows=inter),
-            shared_w2=self.fp8(f"{name}.shared_experts.w2", columns=inter),
+            shared_gate_up=stack([self.fp8(f"{name}.shared_experts.{w}", rows=inter) for w in ("w1", "w3")]),
+            shared_down=self.fp8(f"{name}.shared_experts.w2", columns=inter),
         )
 
     def _engram_layer(self, layer: int) -> EngramWeights:

@@ -9,17 +9,10 @@ import torch
 from torch import Tensor
 
 from kernels.formats import PageLayout
-from kernels.reference.activation import silu
+from kernels.reference.activation import swiglu
 from kernels.reference.expert_pages import load_codes, load_scales
 from kernels.reference.linear import linear, linear_bf16
 from kernels.reference.quantize import dequantize_mxfp4, quantize_q8
-
-
-def swiglu(gate: Tensor, up: Tensor, limit: float, accumulate: torch.dtype) -> Tensor:
-    """`silu(min(gate, limit)) * clamp(up, -limit, limit)`: bf16 in, `accumulate` out; the gate has no lower limit."""
-    g = gate.to(accumulate).clamp_max(limit)
-    u = up.to(accumulate).clamp(-limit, limit)
-    return silu(g) * u
 
 
 def expert_mlp(

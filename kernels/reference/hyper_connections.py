@@ -2,25 +2,59 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from kernels.reference.activation import sigmoid
 from kernels.reference.linear import linear
+from kernels.reference.norm import rms_norm
+from kernels.reference.quantize import quantize_q8
+from kernels.tensors import Advanced, Mixes
 
 
-@dataclass(frozen=True, slots=True)
-class Mixes:
-    """Per-token coefficients over the `m` residual copies, in the accumulation type."""
+def advance(
+    stream: Tensor,
+    update: tuple[Tensor, Mixes] | None,
+    pre: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm: Tensor,
+    *,
+    sinkhorn_iters: int,
+    hc_eps: float,
+    norm_eps: float,
+    accumulate: torch.dtype,
+) -> Advanced:
+    """From one sub-layer to the next.
 
-    pre: Tensor
-    """`[num_tokens, m]`: weights that collapse the copies into a sub-layer's input (used one sub-layer later)."""
-    post: Tensor
-    """`[num_tokens, m]`: how much of the sub-layer's output each copy receives."""
-    comb: Tensor
-    """`[num_tokens, m, m]`: doubly stochastic mixing; copy `b` receives `comb[a, b]` of copy `a`."""
+    Args:
+        stream: `[num_rows, m, hidden]` bf16, before the sub-layer that made `update`.
+        update: its output, see `expand`, and its mixes; None if there is nothing to add.
+        pre: `[num_rows, m]`: collapses the new stream.
+        fn: see `compute_mixes`.
+        base: see `compute_mixes`.
+        scale: see `compute_mixes`.
+        norm: `[hidden]` bf16: weight of the next sub-layer's norm.
+        sinkhorn_iters: see `compute_mixes`.
+        hc_eps: see `compute_mixes`.
+        norm_eps: RMS epsilon.
+        accumulate: float32 or float64.
+    """
+    if update is not None:
+        stream = expand(update[0], stream, update[1])
+    mixes = compute_mixes(
+        stream,
+        fn,
+        base,
+        scale,
+        sinkhorn_iters=sinkhorn_iters,
+        hc_eps=hc_eps,
+        norm_eps=norm_eps,
+        accumulate=accumulate,
+    )
+    x = collapse_norm(stream, pre, norm, norm_eps=norm_eps, accumulate=accumulate)
+    return Advanced(stream, mixes, x, quantize_q8(x))
 
 
 def compute_mixes(
@@ -77,7 +111,7 @@ def expand(y: Tensor, stream: Tensor, mixes: Mixes) -> Tensor:
     """New stream: `out[b] = post[b] * y + sum_a comb[a, b] * stream[a]`.
 
     Args:
-        y: `[num_tokens, hidden]` bf16, the sub-layer's output.
+        y: `[num_tokens, hidden]`, the sub-layer's output: bf16, or the accumulation type and then rounded first.
         stream: `[num_tokens, m, hidden]` bf16, before the sub-layer.
         mixes: the sub-layer's own post and comb.
     Returns: `[num_tokens, m, hidden]` bf16.
@@ -85,4 +119,16 @@ def expand(y: Tensor, stream: Tensor, mixes: Mixes) -> Tensor:
     dtype = mixes.post.dtype
     copies = stream.to(dtype)
     mixed = (mixes.comb.unsqueeze(-1) * copies.unsqueeze(2)).sum(dim=1)  # [num_tokens, b, hidden]
-    return (mixes.post.unsqueeze(-1) * y.to(dtype).unsqueeze(1) + mixed).to(torch.bfloat16)
+    return (mixes.post.unsqueeze(-1) * y.to(torch.bfloat16).to(dtype).unsqueeze(1) + mixed).to(torch.bfloat16)
+
+
+def collapse_norm(
+    stream: Tensor, pre: Tensor, norm: Tensor, *, norm_eps: float, accumulate: torch.dtype
+) -> Tensor:
+    """Normalised input of a sub-layer: `collapse`, then `rms_norm`; `[num_rows, hidden]` bf16."""
+    return rms_norm(collapse(stream, pre), norm, norm_eps, accumulate)
+
+
+def mean_copies(stream: Tensor, *, accumulate: torch.dtype) -> Tensor:
+    """Mean of the copies (section 3, taps): `[num_rows, m, hidden]` bf16 to `[num_rows, hidden]` bf16."""
+    return stream.to(accumulate).mean(dim=1).to(torch.bfloat16)

@@ -5,8 +5,133 @@ Every choice breaks ties towards the lower index, by stable sorting.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+
+from kernels.reference.quantize import quantize_q4u, unpack_q4u
+from kernels.reference.rope import apply_rope
+from kernels.row_tiles import split_rows
+from kernels.tensors import QuantizedRows, QueryRows
+
+
+def index_queries(
+    projected: Tensor, positions: Tensor, frequencies: Tensor, *, accumulate: torch.dtype
+) -> Tensor:
+    """Rotated queries in Q4u.
+
+    Args:
+        projected: `[num_rows, num_heads, n]`, bf16 or `accumulate` and then rounded first.
+        positions: `[num_rows]` int64.
+        frequencies: `[rope_dim // 2]` in `accumulate`.
+        accumulate: float32 or float64.
+    Returns: `[num_rows, num_heads, n]` bf16.
+    """
+    assert frequencies.dtype == accumulate, f"{frequencies.dtype=}"
+    return quantize_q4u(apply_rope(projected.to(torch.bfloat16), positions, frequencies))
+
+
+def select_entries(
+    q: Tensor,
+    head_weights: Tensor,
+    keys: QuantizedRows,
+    rows: QueryRows,
+    block_table: Tensor,
+    *,
+    ratio: int,
+    entries_per_block: int,
+    num_topk: int,
+    pool_block: int,
+    pool: Tensor | None,
+    make_pool: int | None,
+    max_entries: int,
+    accumulate: torch.dtype,
+    round_bf16: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The entries that each row attends to.
+
+    Args:
+        q: `[num_rows, num_heads, n]` bf16, from `index_queries`.
+        head_weights: `[num_rows, num_heads]` bf16, scaled.
+        keys: index keys, Q4u, in blocks of `entries_per_block`.
+        rows: the rows; a padding row chooses nothing.
+        block_table: `[num_sequences, max_blocks]` int64.
+        ratio: tokens an entry.
+        entries_per_block: entries of a block of the cache.
+        num_topk: entries that a row chooses.
+        pool_block: entries of a candidate block.
+        pool: candidate blocks, as returned; only their entries may be chosen. None: all visible ones.
+        make_pool: candidate blocks to return, chosen from all visible entries; None for no pool.
+        max_entries: no row sees more.
+        accumulate: float32 or float64.
+        round_bf16: see `index_scores`.
+    Returns: `[num_rows, num_topk]` int32, cache rows of the best visible entries, oldest first, then -1; and
+        `[num_rows, make_pool]` int32, numbers of candidate blocks, ascending, then -1.
+    """
+    num_rows = q.shape[0]
+    entry_rows = torch.full((num_rows, num_topk), -1, dtype=torch.int32, device=q.device)
+    made = None
+    if make_pool is not None:
+        made = torch.full((num_rows, make_pool), -1, dtype=torch.int32, device=q.device)
+    num_visible = (rows.positions + 1) // ratio
+    for begin, end in _runs(rows):
+        sequence = int(rows.sequence[begin])
+        num_entries = int(num_visible[begin:end].max())
+        if num_entries == 0:
+            continue
+        places = torch.arange(num_entries, device=q.device)
+        places = (
+            block_table[sequence, places // entries_per_block] * entries_per_block
+            + places % entries_per_block
+        )
+        values = unpack_q4u(QuantizedRows(*(t[places] for t in keys)))
+        for tile in split_rows(begin, end, index_row_bytes(q.shape[1], num_entries, accumulate)):
+            scores = index_scores(
+                q[tile],
+                values,
+                head_weights[tile],
+                num_visible[tile],
+                round_bf16=round_bf16,
+                accumulate=accumulate,
+            )
+            if made is not None and make_pool is not None:
+                made[tile] = _listed(
+                    candidate_pool(scores, num_visible[tile], pool_block, make_pool), make_pool
+                )
+            elif pool is not None:
+                is_candidate = _flags(pool[tile], -(-num_entries // pool_block))
+                scores = mask_outside_pool(scores, is_candidate, pool_block)
+            picks = best_entries(scores, num_topk)
+            entry_rows[tile] = torch.where(picks >= 0, places[picks.clamp_min(0)], -1).to(torch.int32)
+    return entry_rows, made
+
+
+def _runs(rows: QueryRows) -> Iterator[tuple[int, int]]:
+    """Half-open ranges of rows of one sequence, padding left out."""
+    place = torch.where(rows.positions < 0, -1, rows.sequence)
+    begin = 0
+    values, counts = torch.unique_consecutive(place, return_counts=True)
+    for sequence, count in zip(values.tolist(), counts.tolist(), strict=True):
+        if sequence >= 0:
+            yield begin, begin + count
+        begin += count
+
+
+def _listed(is_kept: Tensor, num_blocks: int) -> Tensor:
+    """Numbers of the kept blocks, ascending, then -1: `[num_rows, n]` bool to `[num_rows, num_blocks]` int32."""
+    numbers = torch.arange(is_kept.shape[1], dtype=torch.int32, device=is_kept.device)
+    missing = torch.iinfo(torch.int32).max
+    ordered = torch.where(is_kept, numbers, missing).sort(dim=1).values[:, :num_blocks]
+    ordered = torch.nn.functional.pad(ordered, (0, num_blocks - ordered.shape[1]), value=missing)
+    return torch.where(ordered == missing, -1, ordered)
+
+
+def _flags(numbers: Tensor, num_blocks: int) -> Tensor:
+    """Inverse of `_listed`: `[num_rows, n]` int32 to `[num_rows, num_blocks]` bool."""
+    flags = torch.zeros(numbers.shape[0], num_blocks + 1, dtype=torch.bool, device=numbers.device)
+    place = torch.where((numbers >= 0) & (numbers < num_blocks), numbers, num_blocks)
+    return flags.scatter_(1, place.to(torch.int64), True)[:, :num_blocks]
 
 
 def index_scores(
@@ -85,7 +210,7 @@ def mask_outside_pool(scores: Tensor, pool: Tensor, block_size: int) -> Tensor:
     return scores.masked_fill(~is_inside, -torch.inf)
 
 
-def select_entries(scores: Tensor, num_topk: int) -> Tensor:
+def best_entries(scores: Tensor, num_topk: int) -> Tensor:
     """The `num_topk` best entries of each row, ascending by index, then -1 where fewer are visible.
 
     Args:

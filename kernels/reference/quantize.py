@@ -21,6 +21,7 @@ from kernels.formats import (
     UE8M0_BIAS,
     UE8M0_NAN,
 )
+from kernels.tensors import QuantizedRows
 
 _FP8 = torch.float8_e4m3fn
 _MANTISSA_BITS = 0x007FFFFF
@@ -116,10 +117,7 @@ def quantize_q8(x: Tensor) -> Tensor:
         x: `[..., n]` bf16, `n` a multiple of 32.
     Returns: `[..., n]` bf16; every value is exact.
     """
-    groups = x.to(torch.float32).unflatten(-1, (-1, MXFP4_GROUP))
-    amax = groups.abs().amax(dim=-1, keepdim=True).clamp_min(1e-4)
-    scale = pow2ceil(amax, E4M3_MAX)
-    codes = (groups / scale).clamp(-E4M3_MAX, E4M3_MAX).to(_FP8)
+    codes, scale = _q8_codes(x)
     return (codes.to(torch.float32) * scale).flatten(-2).to(torch.bfloat16)
 
 
@@ -131,11 +129,72 @@ def quantize_q4u(x: Tensor) -> Tensor:
 
 def quantize_q4n(x: Tensor) -> Tensor:
     """Q4n: round to e2m1 with an e4m3 scale per 16 columns, and back: `[..., n]` bf16 to `[..., n]` bf16, exact."""
+    codes, scale = _q4n_codes(x)
+    return (decode_e2m1(codes) * scale.to(torch.float32)).flatten(-2).to(torch.bfloat16)
+
+
+def pack_q8(x: Tensor) -> QuantizedRows:
+    """Codes and scales of Q8.
+
+    Args:
+        x: `[..., n]` bf16, `n` a multiple of 32.
+    Returns: rows that `unpack_q8` makes what `quantize_q8` returns; a NaN or infinity makes its group NaN.
+    """
+    codes, scale = _q8_codes(x)
+    return QuantizedRows(codes.flatten(-2), encode_ue8m0(scale.squeeze(-1)))
+
+
+def unpack_q8(rows: QuantizedRows) -> Tensor:
+    """Values of Q8 rows: `[..., n]` bf16, exact."""
+    return dequantize_fp8_rows(rows.codes, rows.scales).to(torch.bfloat16)
+
+
+def pack_q4u(x: Tensor) -> QuantizedRows:
+    """Codes and scales of Q4u.
+
+    Args:
+        x: `[..., n]` bf16, `n` a multiple of 32.
+    Returns: rows that `unpack_q4u` makes what `quantize_q4u` returns; a NaN or infinity makes its group NaN.
+    """
+    return QuantizedRows(*encode_mxfp4(x.to(torch.float32)))
+
+
+def unpack_q4u(rows: QuantizedRows) -> Tensor:
+    """Values of Q4u rows: `[..., n]` bf16, exact."""
+    return dequantize_mxfp4(rows.codes, rows.scales).to(torch.bfloat16)
+
+
+def pack_q4n(x: Tensor) -> QuantizedRows:
+    """Codes and scales of Q4n.
+
+    Args:
+        x: `[..., n]` bf16, `n` a multiple of 16.
+    Returns: rows that `unpack_q4n` makes what `quantize_q4n` returns; a NaN makes its group NaN.
+    """
+    codes, scale = _q4n_codes(x)
+    return QuantizedRows(pack_nibbles(codes.flatten(-2)), scale.squeeze(-1))
+
+
+def unpack_q4n(rows: QuantizedRows) -> Tensor:
+    """Values of Q4n rows: `[..., n]` bf16, exact."""
+    groups = decode_e2m1(unpack_nibbles(rows.codes)).unflatten(-1, (-1, NVFP4_GROUP))
+    return (groups * rows.scales.to(torch.float32).unsqueeze(-1)).flatten(-2).to(torch.bfloat16)
+
+
+def _q8_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes `[..., n // 32, 32]` e4m3 and FP32 scales `[..., n // 32, 1]` of `[..., n]` bf16."""
+    groups = x.to(torch.float32).unflatten(-1, (-1, MXFP4_GROUP))
+    amax = groups.abs().amax(dim=-1, keepdim=True).clamp_min(1e-4)
+    scale = pow2ceil(amax, E4M3_MAX)
+    return (groups / scale).clamp(-E4M3_MAX, E4M3_MAX).to(_FP8), scale
+
+
+def _q4n_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes `[..., n // 16, 16]` uint8 and scales `[..., n // 16, 1]` e4m3 of `[..., n]` bf16."""
     groups = x.to(torch.float32).unflatten(-1, (-1, NVFP4_GROUP))
     amax = groups.abs().amax(dim=-1, keepdim=True).clamp_min(E2M1_MAX * 2.0**-9)
-    scale = (amax / E2M1_MAX).clamp_max(E4M3_MAX).to(_FP8).to(torch.float32)
-    codes = encode_e2m1(groups / scale)
-    return (decode_e2m1(codes) * scale).flatten(-2).to(torch.bfloat16)
+    scale = (amax / E2M1_MAX).clamp_max(E4M3_MAX).to(_FP8)
+    return encode_e2m1(groups / scale.to(torch.float32)), scale
 
 
 def encode_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from actors.config import ShardConfig
 from actors.messages import ScheduledSequence, StepInput
 from deployment.config import SchedulerConfig
 from deployment.limits import SchedulerLimits
+from kernels.formats import UE8M0_NAN
 from model.batch import SequenceRows
 from model.checkpoint import Checkpoint
 from model.numerics import Numerics
@@ -265,7 +266,7 @@ def test_non_finite_logits_fail_only_their_request(model: LoadedModel) -> None:
         return StepInput(number, sequences)
 
     runner.run_step(step(1, 0, [5, 6, 7]))
-    runner.transformer.caches.windows[0, 0] = torch.nan
+    runner.transformer.caches.windows[0].scales[0] = UE8M0_NAN
     poisoned, healthy = runner.run_step(step(2, 3, [8]))
     assert poisoned.token is None
     assert poisoned.error is not None

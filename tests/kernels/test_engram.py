@@ -40,7 +40,8 @@ def engram_inputs(num_tokens: int, hidden: int = HIDDEN) -> tuple[Tensor, ...]:
 
 def inject(*inputs: Tensor, accumulate: torch.dtype = torch.float64) -> Tensor:
     stream, key, value, q_weight, k_weight = inputs
-    return inject_engram(stream, key, value, q_weight, k_weight, 1e-20, accumulate)
+    projected = torch.cat((key.flatten(1), value), dim=1)
+    return inject_engram(stream, projected, q_weight, k_weight, norm_eps=1e-20, accumulate=accumulate)
 
 
 def naive(stream: Tensor, key: Tensor, value: Tensor, q_weight: Tensor, k_weight: Tensor) -> Array:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.reference.indexer import candidate_pool, index_scores, mask_outside_pool, select_entries
+from kernels.reference.indexer import best_entries, candidate_pool, index_scores, mask_outside_pool
 from kernels.reference.quantize import quantize_q4u
 from tests.kernels.builders import (
     ACCUMULATE,
@@ -164,29 +164,29 @@ def naive_selection(scores: list[float], num_topk: int) -> list[int]:
 def test_the_best_entries_are_selected_ties_to_the_lower_index(num_entries: int) -> None:
     scores = tied_scores(50, num_entries)
     expected = [naive_selection(row, 8) for row in scores.tolist()]
-    selected = select_entries(scores, 8)
+    selected = best_entries(scores, 8)
     assert (selected.dtype, selected.shape) == (torch.int64, (50, 8))
     assert selected.tolist() == expected
-    assert select_entries(scores.double(), 8).tolist() == expected
-    assert select_entries(strided(scores), 8).tolist() == expected
+    assert best_entries(scores.double(), 8).tolist() == expected
+    assert best_entries(strided(scores), 8).tolist() == expected
 
 
 def test_equal_scores_select_the_first_entries() -> None:
-    assert select_entries(torch.full((1, 30), 0.5), 4).tolist() == [[0, 1, 2, 3]]
+    assert best_entries(torch.full((1, 30), 0.5), 4).tolist() == [[0, 1, 2, 3]]
     # Zero and negative zero are equal.
-    assert select_entries(torch.tensor([[-0.0, 0.0, -0.0, 0.0]]), 2).tolist() == [[0, 1]]
+    assert best_entries(torch.tensor([[-0.0, 0.0, -0.0, 0.0]]), 2).tolist() == [[0, 1]]
 
 
 def test_a_row_that_sees_nothing_selects_nothing() -> None:
-    assert select_entries(torch.full((2, 5), -INF), 3).tolist() == [[-1] * 3] * 2
+    assert best_entries(torch.full((2, 5), -INF), 3).tolist() == [[-1] * 3] * 2
 
 
 def test_a_selection_does_not_depend_on_entries_or_rows_it_does_not_see() -> None:
     scores = tied_scores(NUM_ROWS, 40)
-    assert_rows_are_independent(lambda rows: select_entries(rows, 8), scores)
+    assert_rows_are_independent(lambda rows: best_entries(rows, 8), scores)
     longer = torch.cat((scores, torch.full((NUM_ROWS, 17), -INF)), dim=1)
-    assert_bit_equal(select_entries(longer, 8), select_entries(scores, 8))
-    assert select_entries(scores[:0], 8).shape == (0, 8)
+    assert_bit_equal(best_entries(longer, 8), best_entries(scores, 8))
+    assert best_entries(scores[:0], 8).shape == (0, 8)
 
 
 def naive_pool(scores: list[float], num_visible: int, block_size: int, num_blocks: int) -> list[bool]:

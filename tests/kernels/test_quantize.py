@@ -23,12 +23,19 @@ from kernels.reference.quantize import (
     encode_mxfp4,
     encode_ue8m0,
     pack_nibbles,
+    pack_q4n,
+    pack_q4u,
+    pack_q8,
     pow2ceil,
     quantize_q4n,
     quantize_q4u,
     quantize_q8,
     unpack_nibbles,
+    unpack_q4n,
+    unpack_q4u,
+    unpack_q8,
 )
+from kernels.tensors import QuantizedRows
 from tests.kernels.builders import assert_bit_equal, normal, numpy, strided
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
@@ -285,3 +292,49 @@ def test_all_e4m3_codes_have_their_values() -> None:
     expected = torch.tensor([*E4M3, torch.nan, *(-value for value in E4M3), torch.nan]) * 2
     assert values.isnan().nonzero().flatten().tolist() == [127, 255]
     assert_bit_equal(values.nan_to_num(), expected.nan_to_num())
+
+
+Pack = Callable[[Tensor], QuantizedRows]
+Unpack = Callable[[QuantizedRows], Tensor]
+packings = pytest.mark.parametrize(
+    ("pack", "unpack", "quantiser", "group"),
+    [
+        (pack_q8, unpack_q8, quantize_q8, 32),
+        (pack_q4u, unpack_q4u, quantize_q4u, 32),
+        (pack_q4n, unpack_q4n, quantize_q4n, 16),
+    ],
+)
+
+
+@packings
+@pytest.mark.parametrize("magnitude", [0.0, 1e-38, 1e-6, 1.0, 1e4, 1e37])
+def test_packed_rows_hold_what_the_quantiser_returns(
+    pack: Pack, unpack: Unpack, quantiser: Quantiser, group: int, magnitude: float
+) -> None:
+    x = normal(2, 5, 96, seed=magnitude, std=magnitude)
+    rows = pack(strided(x))
+    assert_bit_equal(unpack(rows), quantiser(x))
+    assert rows.scales.shape == (2, 5, 96 // group)
+    for part in rows:
+        assert part.is_contiguous()
+    assert_bit_equal(unpack(QuantizedRows(*(strided(part) for part in rows))), quantiser(x))
+
+
+def test_packed_rows_have_the_sizes_of_the_cache_formats() -> None:
+    x = normal(3, 512)
+    sizes = [sum(part[0].nbytes for part in pack(x)) for pack in (pack_q8, pack_q4n)]
+    assert sizes == [528, 288]
+    assert sum(part[0].nbytes for part in pack_q4u(x[:, :128])) == 68
+
+
+@packings
+def test_a_packed_nan_is_its_whole_group(
+    pack: Pack, unpack: Unpack, quantiser: Quantiser, group: int
+) -> None:
+    x = normal(4, 96)
+    x[1, 50] = torch.nan
+    values = unpack(pack(x))
+    assert values[1, 50 // group * group :][:group].isnan().all()
+    assert values.isnan().sum() == group
+    keep = ~values.isnan()
+    assert_bit_equal(values[keep], quantiser(x)[keep])

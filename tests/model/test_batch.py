@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from array import array
 from pathlib import Path
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.batch import EntryWrites, ForwardBatch, Rows, SequenceRows
+from model.batch import ForwardBatch, Rows, SequenceRows
 from model.config import CheckpointConfig
 from model.kv_cache import CacheGeometry
-from model.kv_layout import window_ring_size
+from model.kv_layout import half_ring_size, window_ring_size
 
 CONFIG = CheckpointConfig.load(Path(__file__).parent.parent / "data" / "released_config.json").text_config
 CONFIG = CONFIG.model_copy(update={"sliding_window": 4})
@@ -38,20 +39,27 @@ def build(*sequences: SequenceRows) -> ForwardBatch:
     return ForwardBatch.build(sequences, CONFIG, GEOMETRY)
 
 
-def shifted(row_idx: Tensor, offset: int) -> Tensor:
+def moved(row_idx: Tensor, offset: int) -> list[int]:
     """Row indices of a sequence whose rows begin at `offset`."""
-    return torch.where(row_idx < 0, row_idx, row_idx + offset)
+    return torch.where(row_idx < 0, row_idx, row_idx + offset).tolist()
 
 
-def rows_of(rows: Rows, index: int) -> dict[str, Any]:
-    """What `rows` says of one sequence."""
-    part = slice(*rows.spans[index])
-    return {
-        "positions": rows.positions[part].tolist(),
-        "sequence": set(rows.sequence[part].tolist()),
-        "window_new": rows.window_new[part],
-        "window_ring": rows.window_ring[part].tolist(),
-    }
+def windows(rows: Rows) -> list[list[tuple[str, int] | None]]:
+    """Where each evaluated row finds the keys of its window, oldest position first: as `WindowPlaces` says."""
+    ring = window_ring_size(CONFIG)
+    found = []
+    for position, sequence in zip(*(t.tolist() for t in rows.queries), strict=True):
+        start, first_new, offset, floor = (int(t[sequence]) for t in rows.places)
+        keys: list[tuple[str, int] | None] = []
+        for key in range(position - CONFIG.sliding_window + 1, position + 1):
+            if key < floor:
+                keys.append(None)
+            elif key >= first_new:
+                keys.append(("new", key + offset))
+            else:
+                keys.append(("ring", start + key % ring))
+        found.append(keys)
+    return found
 
 
 def concatenated(values: list[Tensor]) -> list[Any]:
@@ -67,66 +75,65 @@ def test_a_step_lays_out_every_sequence_as_if_it_were_alone() -> None:
             end = start + draw.choice([1, 2, draw.randrange(1, 60)])
             sequences.append(create_sequence(start, end, slot, draw.choice([0, start, draw.randrange(130)])))
         step, alone = build(*sequences), [build(s) for s in sequences]
-        begins = [begin for begin, _ in step.encoder.spans]
-        decoder_begins = [begin for begin, _ in step.decoder.spans]
+        begins = list(itertools.accumulate((a.encoder.num_rows for a in alone), initial=0))[:-1]
+        decoder_begins = list(itertools.accumulate((a.decoder.num_rows for a in alone), initial=0))[:-1]
 
-        assert step.token_ids.tolist() == concatenated([a.token_ids for a in alone])
-        assert step.lookback.tolist() == concatenated([a.lookback for a in alone])
+        for name in ("token_ids", "lookback", "half_start", "half_rows"):
+            assert getattr(step, name).tolist() == concatenated([getattr(a, name) for a in alone]), name
         for name in ("encoder", "boundary", "decoder"):
-            rows = getattr(step, name)
+            rows, others = getattr(step, name), [getattr(a, name) for a in alone]
             offsets = decoder_begins if name == "decoder" else begins
-            for index, other in enumerate(getattr(a, name) for a in alone):
-                actual, expected = rows_of(rows, index), rows_of(other, 0)
-                assert actual["sequence"] <= {index}
-                assert actual["positions"] == expected["positions"]
-                assert actual["window_ring"] == expected["window_ring"]
-                assert torch.equal(actual["window_new"], shifted(expected["window_new"], offsets[index]))
-            others = [getattr(a, name) for a in alone]
-            assert rows.kept.tolist() == concatenated(
-                [shifted(o.kept, b) for o, b in zip(others, offsets, strict=True)]
-            )
-            assert rows.kept_ring.tolist() == concatenated([o.kept_ring for o in others])
+            assert rows.queries.positions.tolist() == concatenated([o.queries.positions for o in others])
+            assert rows.queries.sequence.tolist() == [
+                i for i, o in enumerate(others) for _ in range(o.num_rows)
+            ]
+            assert rows.ring_rows.tolist() == concatenated([o.ring_rows for o in others])
+            assert windows(rows) == [
+                [("new", key[1] + offset) if key and key[0] == "new" else key for key in keys]
+                for other, offset in zip(others, offsets, strict=True)
+                for keys in windows(other)
+            ]
         pairs = list(zip(alone, begins, strict=True))
-        assert step.decoder_rows.tolist() == concatenated([a.decoder_rows + b for a, b in pairs])
+        assert step.decoder_rows.tolist() == [row for a, b in pairs for row in moved(a.decoder_rows, b)]
         assert step.last_rows.tolist() == concatenated(
             [a.last_rows + b for a, b in zip(alone, decoder_begins, strict=True)]
         )
-        assert step.half_rows.tolist() == concatenated([a.half_rows + b for a, b in pairs])
-        assert step.half_idx.tolist() == concatenated([a.half_idx for a in alone])
-        for ratio, writes in step.writes.items():
-            parts = [a.writes[ratio] for a in alone]
-            assert writes.rows.tolist() == concatenated(
-                [p.rows + b for p, b in zip(parts, begins, strict=True)]
-            )
-            assert writes.previous_rows.tolist() == concatenated(
-                [shifted(p.previous_rows, b) for p, b in zip(parts, begins, strict=True)]
-            )
-            for name in ("previous_halves", "positions", "cache_idx"):
-                assert getattr(writes, name).tolist() == concatenated([getattr(p, name) for p in parts])
+        for ratio, rows in step.entry_rows.items():
+            assert rows.tolist() == concatenated([a.entry_rows[ratio] for a in alone])
         for index, a in enumerate(alone):
             num_blocks = a.block_table.shape[1]
             assert torch.equal(step.block_table[index, :num_blocks], a.block_table[0])
             assert not step.block_table[index, num_blocks:].any()
+        assert step.num_positions == max(s.end_position for s in sequences)
 
 
 def test_a_chunk_reads_old_keys_from_the_ring_and_new_ones_from_the_step() -> None:
     batch = build(create_sequence(5, 8, slot=2))
     ring = window_ring_size(CONFIG)
-    assert batch.encoder.window_new.tolist() == [[-1, -1, -1, 0], [-1, -1, 0, 1], [-1, 0, 1, 2]]
-    places = [[2 * ring + p % ring if p < 5 else -1 for p in range(i - 3, i + 1)] for i in range(5, 8)]
-    assert batch.encoder.window_ring.tolist() == places
+
+    def place(position: int) -> tuple[str, int]:
+        return ("ring", 2 * ring + position % ring) if position < 5 else ("new", position - 5)
+
+    assert windows(batch.encoder) == [[place(p) for p in range(i - 3, i + 1)] for i in range(5, 8)]
+    assert batch.encoder.ring_rows.tolist() == [2 * ring + p % ring for p in range(5, 8)]
     assert batch.lookback.tolist() == [[2000 + p for p in range(i, i - 4, -1)] for i in range(5, 8)]
+
+
+def test_only_the_last_rows_of_a_long_chunk_are_kept() -> None:
+    batch = build(create_sequence(3, 60, slot=1))
+    for kept, size in (
+        (batch.encoder.ring_rows, window_ring_size(CONFIG)),
+        (batch.half_rows, half_ring_size(CONFIG)),
+    ):
+        assert kept.tolist() == [size + p % size if p >= 60 - size else -1 for p in range(3, 60)]
 
 
 def test_entries_go_where_the_block_table_says() -> None:
     batch = build(create_sequence(5, 20, slot=1))
     # Positions 5 .. 19 lie in blocks 200, 201 and 202, which hold eight tokens or four pairs each.
-    single: EntryWrites = batch.writes[1]
-    assert single.cache_idx.tolist() == [(200 + p // 8) * 8 + p % 8 for p in range(5, 20)]
-    pairs = batch.writes[2]
-    assert pairs.positions.tolist() == list(range(4, 20, 2))
-    assert pairs.cache_idx.tolist() == [(200 + p // 8) * 4 + p % 8 // 2 for p in range(4, 20, 2)]
-    assert pairs.previous_rows.tolist() == [-1, *range(1, 15, 2)]  # token 4 came in an earlier step
+    assert batch.entry_rows[1].tolist() == [(200 + p // 8) * 8 + p % 8 for p in range(5, 20)]
+    pairs = [(200 + p // 8) * 4 + p % 8 // 2 if p % 2 else -1 for p in range(5, 20)]
+    assert batch.entry_rows[2].tolist() == pairs
 
 
 def test_building_takes_no_more_tensor_operations_for_many_long_sequences_than_for_a_short_one() -> None:

@@ -11,6 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.reference.norm import rms_norm
+from kernels.reference.quantize import unpack_q4n, unpack_q4u, unpack_q8
+from kernels.reference.rope import apply_rope
+from kernels.tensors import QuantizedRows
 from model.dspark import Anchor
 from model.numerics import Numerics
 from model.sampler import greedy
@@ -69,21 +73,24 @@ def test_every_recorded_tensor_of_every_layer_is_golden(
             "stream_in_first4_per_copy": last(layer, "stream_in")[:, :4],
             "pre_used": last(layer, "pre"),
             "attn_norm_out8": last(layer, "attn_norm_out")[:8],
-            "qr8": last(layer, "qr")[:8],
-            "q_head0_last8": last(layer, "q")[0, -8:],
-            "window_kv_first8": last(layer, "window_kv")[:8],
-            "window_kv_last8": last(layer, "window_kv")[-8:],
+            "qr8": _low_rank_query(model, layer)[:8],
+            "q_head0_last8": _rotate(model, layer, last(layer, "q")[0])[-8:],
+            "window_kv_first8": _window_key(model, layer)[:8],
+            "window_kv_last8": _window_key(model, layer)[-8:],
             "attn_core_head0_last8": last(layer, "attn_core")[0, -8:],
-            "attn_out8": last(layer, "attn_out")[:8],
+            "attn_out8": last(layer, "attn_out").to(torch.bfloat16)[:8],
             "stream_mid_copy0_8": last(layer, "stream_mid")[0, :8],
             "router_experts": last(layer, "topk_idx"),
-            "moe_out8": last(layer, "moe_out")[:8],
+            "moe_out8": last(layer, "moe_out").to(torch.bfloat16)[:8],
             "stream_out_copy3_8": last(layer, "stream_out")[3, :8],
         } | _optional_views(model, layer, expected)
         missing = expected.keys() - views.keys() - {"router_weights_by_expert"}
         assert not missing, f"layer {layer}: golden values without a check: {missing}"
         for key, value in views.items():
-            assert_printed(value, expected[key], f"layer {layer}: {key}")
+            printed = expected[key]
+            if key == "attn_core_head0_last8":  # ours is rotated back already
+                printed = _rotate(model, layer, torch.tensor(printed), inverse=True).tolist()
+            assert_printed(value, printed, f"layer {layer}: {key}")
         weights = dict(
             zip(last(layer, "topk_idx").tolist(), last(layer, "topk_weights").tolist(), strict=True)
         )
@@ -91,24 +98,52 @@ def test_every_recorded_tensor_of_every_layer_is_golden(
             assert weights[int(expert)] == pytest.approx(weight, rel=1e-9)
 
 
+def _low_rank_query(model: TinyModel, layer: int) -> Tensor:
+    norm = model.transformer.weights.layers[layer].attention.q_norm
+    projected = model.recorder.last(layer, "low_rank")[: len(norm)].to(torch.bfloat16)
+    return rms_norm(projected, norm, model.config.rms_norm_eps, torch.float64)
+
+
+def _window_key(model: TinyModel, layer: int) -> Tensor:
+    codes, scales = (model.recorder.last(layer, name) for name in ("window_kv", "window_kv_scales"))
+    return unpack_q8(QuantizedRows(codes, scales))
+
+
+def _rotate(model: TinyModel, layer: int, x: Tensor, *, inverse: bool = False) -> Tensor:
+    """Rotate the pairs of `x`, the last ones of a vector at the last position."""
+    frequencies = model.transformer.attention.frequencies(layer)[-(len(x) // 2) :]
+    x = x.to(torch.bfloat16).unsqueeze(0)
+    return apply_rope(x, torch.tensor([LAST]), frequencies, inverse=inverse).squeeze(0)
+
+
 def _optional_views(model: TinyModel, layer: int, expected: dict[str, Any]) -> dict[str, Tensor]:
     views: dict[str, Tensor] = {}
     caches = model.transformer.caches
     table = array("i", model.rows(TOKENS, 0, 1).block_table)
     if "selected" in expected:
-        selected = model.recorder.last(layer, "selected")
-        views["selected"] = selected[selected >= 0]
+        per_block = model.geometry.entries_per_block(model.config.compress_ratios[layer])
+        places = model.recorder.last(layer, "selected").tolist()
+        views["selected"] = torch.tensor(
+            [
+                table.index(place // per_block) * per_block + place % per_block
+                for place in places
+                if place >= 0
+            ]
+        )
     if "pool_entries" in expected:
-        pool = model.recorder.last(layer, "pool").repeat_interleave(model.config.candidate_block_size)
-        views["pool_entries"] = pool[: len(TOKENS)].nonzero().squeeze(-1)
+        size = model.config.candidate_block_size
+        blocks = model.recorder.last(layer, "pool").tolist()
+        entries = [block * size + i for block in blocks if block >= 0 for i in range(size)]
+        views["pool_entries"] = torch.tensor([entry for entry in entries if entry < len(TOKENS)])
     if "engram_ids" in expected:
         views["engram_ids"] = model.recorder.last(layer, "engram_ids")
     if "compressed_entry10_first8" in expected:
         per_block = model.geometry.entries_per_block(model.config.compress_ratios[layer])
         place = table[10 // per_block] * per_block + 10 % per_block
-        views["compressed_entry10_first8"] = caches.entries[layer][place, :8]
-        views["compressed_entry10_last8"] = caches.entries[layer][place, -8:]
-        views["index_key10_last8"] = caches.index_keys[layer][place, -8:]
+        entry = unpack_q4n(QuantizedRows(*(t[place] for t in caches.entries[layer])))
+        views["compressed_entry10_first8"], views["compressed_entry10_last8"] = entry[:8], entry[-8:]
+        key = unpack_q4u(QuantizedRows(*(t[place] for t in caches.index_keys[layer])))
+        views["index_key10_last8"] = key[-8:]
     return views
 
 

@@ -15,8 +15,13 @@ EXPERTS_PER_LAYER = (5, 5, 3)
 
 
 @dataclass
-class Rows:
+class Queries:
     sequence: Tensor
+
+
+@dataclass
+class Rows:
+    queries: Queries
 
 
 @dataclass
@@ -29,7 +34,7 @@ class Batch:
 
 def create_batch(num_rows: list[int], decoder_rows: list[int]) -> Batch:
     sequence = torch.repeat_interleave(torch.arange(len(num_rows)), torch.tensor(num_rows))
-    return Batch(Rows(sequence), torch.tensor(decoder_rows))
+    return Batch(Rows(Queries(sequence)), torch.tensor(decoder_rows))
 
 
 def test_counts_are_those_of_a_plain_loop() -> None:
