@@ -6,7 +6,7 @@ Source: `spec/model.md` section 11 for the components, `model.weights` for what 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import Final
 
@@ -52,8 +52,6 @@ _SHARDED = re.compile(
     r"|.*\.markov_head\.head\.weight"
 )
 """Of which each rank keeps an equal part. Of the others but experts and tables it keeps all."""
-_DEQUANTIZED_BYTES: Final = 2
-"""Of a value of a dense FP8 weight, which is kept as BF16 and without its scales."""
 
 
 class Component(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -97,19 +95,20 @@ def component_of(tensor: str) -> str:
     return list(_COMPONENTS)[(match.lastindex or 0) - 1]
 
 
-def largest_matrix(config: ModelConfig, world_size: int) -> int:
-    """Values of the largest matrix that a rank multiplies with, expert pages aside."""
-    hidden, vocab = config.hidden_size, config.vocab_size
+def largest_fp8_matrix(config: ModelConfig, world_size: int) -> int:
+    """Values of the largest dense FP8 matrix that a rank multiplies with, as `model.weights` stacks them."""
+    hidden = config.hidden_size
     num_columns = (config.engram_max_ngram_size - 1) * config.engram_n_heads * config.engram_head_dim
-    heads_width = config.num_attention_heads * config.head_dim
-    groups_width = config.o_groups * config.o_lora_rank
-    num_targets = len(config.dspark_target_layer_ids)
+    heads_width = config.num_attention_heads * config.head_dim // world_size
+    index_width = config.index_n_heads * config.index_head_dim if config.index_source_layer_ids else 0
+    groups_width = config.o_groups * config.o_lora_rank // world_size
     return max(
-        vocab * hidden // world_size,
-        num_targets * hidden * hidden,
-        heads_width * config.q_lora_rank // world_size,
-        hidden * groups_width // world_size,
-        config.q_lora_rank * hidden,
+        len(config.dspark_target_layer_ids) * hidden * hidden if config.num_nextn_predict_layers else 0,
+        (config.q_lora_rank + config.head_dim) * hidden,
+        (heads_width + index_width) * config.q_lora_rank,
+        config.o_lora_rank * config.num_attention_heads * config.head_dim // config.o_groups,
+        hidden * groups_width,
+        2 * config.moe_intermediate_size // world_size * hidden,
         (config.hc_mult + 1) * hidden * num_columns // world_size if config.engram_layer_ids else 0,
     )
 
@@ -126,11 +125,11 @@ def engram_table_bytes(config: ModelConfig, parallel: ParallelLayout) -> int:
 def _component(name: str, tensors: Mapping[str, TensorSpec], world_size: int) -> Component:
     sharded = replicated = 0
     if name not in (ROUTED_EXPERTS, DRAFT_EXPERTS, ENGRAM_TABLES):
-        for tensor, kept in _kept_bytes(tensors):
+        for tensor, spec in tensors.items():
             if _SHARDED.fullmatch(tensor):
-                sharded += kept // world_size
-            else:
-                replicated += kept
+                sharded += spec.num_bytes // world_size
+            elif not _OF_NO_RANK.fullmatch(tensor):
+                replicated += spec.num_bytes
     return Component(
         name=name,
         num_tensors=len(tensors),
@@ -139,15 +138,6 @@ def _component(name: str, tensors: Mapping[str, TensorSpec], world_size: int) ->
         sharded_bytes=sharded,
         replicated_bytes=replicated,
     )
-
-
-def _kept_bytes(tensors: Mapping[str, TensorSpec]) -> Iterator[tuple[str, int]]:
-    """Bytes of each tensor that ranks keep on a device, all of it."""
-    for tensor, spec in tensors.items():
-        if _OF_NO_RANK.fullmatch(tensor) or spec.dtype is StoredDtype.F8_E8M0:
-            continue
-        is_dequantized = spec.dtype is StoredDtype.F8_E4M3
-        yield tensor, prod(spec.shape) * _DEQUANTIZED_BYTES if is_dequantized else spec.num_bytes
 
 
 def _num_parameters(spec: TensorSpec) -> int:

@@ -12,11 +12,11 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
+from kernels.row_tiles import TILE_BYTES
 from model.config import CheckpointConfig, ModelConfig
-from model.kv_layout import CacheBytes, CacheFormat, CacheShapes
+from model.kv_layout import CacheBytes, CacheShapes
 from model.parallel import ParallelLayout
-from model.row_tiles import TILE_BYTES
-from placement.components import Component, components, largest_matrix
+from placement.components import Component, components, largest_fp8_matrix
 from placement.engine_plan import ExpertLayout
 from placement.plan import MIN_STAGING_SLOTS, default_num_staging_slots
 
@@ -93,8 +93,6 @@ class MemorySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """None: what fits."""
     max_host_pages: _Count | None
     """None: every page."""
-    cache_format: CacheFormat = "bf16"
-    """No setting of the engine yet, which keeps `bf16`."""
 
     @property
     def blocks_of_context(self) -> int:
@@ -121,7 +119,6 @@ def resolve_settings(
     prefetch_mib: float = 8.0,
     max_resident_pages: int | None = None,
     max_host_pages: int | None = None,
-    cache_format: CacheFormat = "bf16",
 ) -> MemorySettings:
     """The settings with what the model decides filled in; defaults are those of `EngineConfig`.
 
@@ -139,7 +136,6 @@ def resolve_settings(
         "prefetch_mib": prefetch_mib,
         "max_resident_pages": max_resident_pages,
         "max_host_pages": max_host_pages,
-        "cache_format": cache_format,
     }
     try:
         settings = msgspec.convert(given, MemorySettings)
@@ -208,7 +204,7 @@ class DeviceNeeds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 *_staging_terms(layout, settings),
                 *_workspace_terms(model, settings),
             ),
-            block_bytes=CacheBytes.of(block, settings.cache_format).total,
+            block_bytes=CacheBytes.of(block).total,
             page_bytes=layout.page_bytes,
             num_pages=layout.num_rank_pages,
         )
@@ -308,12 +304,10 @@ def _weight_terms(weights: Iterable[Component]) -> Iterable[Term]:
 
 
 def _slot_terms(model: ModelConfig, settings: MemorySettings) -> Iterable[Term]:
-    taken = CacheBytes.of(CacheShapes.of(model, settings.max_num_seqs, 0, 2), settings.cache_format)
-    slots = f"{settings.max_num_seqs} sequences, {settings.cache_format}"
+    taken = CacheBytes.of(CacheShapes.of(model, settings.max_num_seqs, 0, 2))
+    slots = f"{settings.max_num_seqs} sequences"
     yield Term("caches", "window rings", taken.windows, "exact", slots)
-    yield Term(
-        "caches", "half-group state", taken.halves, "exact", f"{settings.max_num_seqs} sequences, float32"
-    )
+    yield Term("caches", "half-group state", taken.halves, "exact", slots)
 
 
 def _staging_terms(layout: ExpertLayout, settings: MemorySettings) -> Iterable[Term]:
@@ -355,10 +349,10 @@ def _workspace_terms(model: ModelConfig, settings: MemorySettings) -> Iterable[T
     )
     yield Term(
         "workspace",
-        "a weight in float32",
-        largest_matrix(model, world_size) * _FP32,
+        "an FP8 weight in bf16",
+        largest_fp8_matrix(model, world_size) * _BF16,
         "estimate",
-        "the largest, for its product",
+        "the largest, for its product with more than 64 rows",
     )
     num_gathered = 2 + 1 / world_size if world_size > 1 else 1
     yield Term(
@@ -371,7 +365,7 @@ def _workspace_terms(model: ModelConfig, settings: MemorySettings) -> Iterable[T
 
 
 def _tile_bytes(num_rows: int, row_bytes: int) -> int:
-    """Of `model.row_tiles.split_rows`."""
+    """Of `kernels.row_tiles.split_rows`."""
     return min(num_rows, max(1, TILE_BYTES // row_bytes)) * row_bytes
 
 

@@ -15,12 +15,11 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, get_args
+from typing import Final
 
 import msgspec
 
 from model.config import CheckpointConfig, ConfigError
-from model.kv_layout import CacheFormat
 from placement.components import (
     DRAFT_EXPERTS,
     ENGRAM_TABLES,
@@ -106,12 +105,11 @@ def describe(plan: MemoryPlan) -> Iterator[str]:
         f"  KV: {device.num_kv_tokens} tokens in all; {settings.max_num_seqs} sequences of "
         f"{settings.max_model_len} would take {gib(device.all_contexts_bytes)}"
     )
-    for caches in device.caches:
-        yield (
-            f"  KV in {caches.cache_format}: {caches.token_bytes:g} bytes a token and {caches.sequence_bytes} a "
-            f"sequence, {gib(caches.blocks_bytes + caches.slots_bytes)} here, which leaves {caches.num_hot_pages} "
-            "hot pages"
-        )
+    caches = device.caches
+    yield (
+        f"  KV caches: {caches.token_bytes:g} bytes a token and {caches.sequence_bytes} a sequence, "
+        f"{gib(caches.blocks_bytes + caches.slots_bytes)} here"
+    )
     yield ""
     yield f"the host, {gib(host.host_bytes)}"
     yield from _describe_terms(host.terms)
@@ -187,9 +185,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ):
         parser.add_argument(option, type=int, default=argparse.SUPPRESS, help=help_text)
     parser.add_argument("--prefetch-mib", type=float, default=argparse.SUPPRESS, help="as shard.prefetch_mib")
-    parser.add_argument(
-        "--cache-format", choices=get_args(CacheFormat), default=argparse.SUPPRESS, help="of the KV caches"
-    )
     parser.add_argument("--json", action="store_true", help="write the plan as JSON")
     options = vars(parser.parse_args(arguments))
     path, as_json = options.pop("config"), options.pop("json")

@@ -24,8 +24,6 @@ from placement.plan import MIN_STAGING_SLOTS
 
 MAX_WORLD_SIZE: Final = 8
 """Of `shard.world_size`."""
-NOT_YET: Final = {"cache_format": "not a setting of the engine yet"}
-"""Settings of the plan alone."""
 
 _Change = dict[str, int | float | str]
 """Settings and their new values."""
@@ -51,7 +49,7 @@ def device_advice(
         if advice is not None and advice.freed_bytes > 0:
             yield advice
             is_enough |= advice.is_enough
-            if setting not in (*NOT_YET, "world_size"):
+            if setting != "world_size":
                 together[setting] = advice.value
     if together and not is_enough:
         changed = msgspec.structs.replace(settings, **together)
@@ -85,8 +83,6 @@ def _device_choices(
         yield setting, [{setting: value} for value in _halvings(getattr(settings, setting), least)], note
     if settings.prefetch_mib:
         yield "prefetch_mib", [{"prefetch_mib": 0.0}], "cold pages of a decode step are read when needed"
-    if settings.cache_format == "bf16":
-        yield "cache_format", [{"cache_format": "packed"}], NOT_YET["cache_format"]
     world_size = 2 * settings.world_size
     ep_size = world_size if settings.ep_size == settings.world_size else settings.ep_size
     if _can_be_cut(config, world_size, ep_size):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
 import msgspec
 
 from model.config import CheckpointConfig
-from model.kv_layout import CacheFormat
 from model.parallel import ParallelLayout
 from placement.components import (
     Component,
@@ -33,9 +32,8 @@ _SYSTEM_BYTES: Final = 4 * _GIB
 
 
 class CachePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The KV caches in one format, with all other settings as they are."""
+    """The KV caches."""
 
-    cache_format: CacheFormat
     token_bytes: float
     """Of a token in KV blocks."""
     sequence_bytes: int
@@ -44,8 +42,6 @@ class CachePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the plan's KV blocks."""
     slots_bytes: int
     """Of `max_num_seqs` sequences besides."""
-    num_hot_pages: int
-    """With the plan's number of blocks; 0 if even that does not fit."""
 
 
 class DevicePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,8 +66,7 @@ class DevicePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cold_bytes: int
     cold_share: float
     """Of the rank's pages."""
-    caches: tuple[CachePlan, ...]
-    """In each format."""
+    caches: CachePlan
 
 
 class RankHost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -147,7 +142,7 @@ def plan_device(
             "KV blocks",
             num_blocks * needs.block_bytes,
             "exact",
-            f"{num_blocks} blocks, {num_tokens} tokens, {settings.cache_format}",
+            f"{num_blocks} blocks, {num_tokens} tokens",
         ),
         Term(
             "pages",
@@ -175,32 +170,18 @@ def plan_device(
         num_cold_pages=num_cold,
         cold_bytes=num_cold * needs.page_bytes,
         cold_share=num_cold / needs.num_pages,
-        caches=tuple(
-            _plan_caches(config, weights, settings, name, num_blocks, available_on(gpu_bytes))
-            for name in get_args(CacheFormat)
-        ),
+        caches=_plan_caches(needs, num_blocks),
     )
 
 
-def _plan_caches(
-    config: CheckpointConfig,
-    weights: Sequence[Component],
-    settings: MemorySettings,
-    cache_format: CacheFormat,
-    num_blocks: int,
-    device_bytes: int,
-) -> CachePlan:
-    settings = msgspec.structs.replace(settings, cache_format=cache_format, num_blocks=num_blocks)
-    needs = DeviceNeeds.of(config.text_config, weights, settings)
+def _plan_caches(needs: DeviceNeeds, num_blocks: int) -> CachePlan:
+    settings = needs.settings
     slots_bytes = sum(term.num_bytes for term in needs.terms if term.group == "caches")
-    division = needs.divide(device_bytes)
     return CachePlan(
-        cache_format=cache_format,
         token_bytes=needs.block_bytes / settings.block_size,
         sequence_bytes=slots_bytes // settings.max_num_seqs,
         blocks_bytes=num_blocks * needs.block_bytes,
         slots_bytes=slots_bytes,
-        num_hot_pages=0 if division.missing_bytes else division.num_resident_pages,
     )
 
 

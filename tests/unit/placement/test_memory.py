@@ -118,17 +118,11 @@ def test_the_caches_are_those_that_a_shard_makes() -> None:
     assert caches.num_bytes == sum(term.num_bytes for term in plan.device.terms if term.group == "caches")
 
 
-def test_both_formats_of_the_caches_have_the_bytes_of_the_specification() -> None:
-    plan = create_plan(max_num_seqs=16)
-    by_format = {caches.cache_format: caches for caches in plan.device.caches}
-    assert by_format["packed"].token_bytes == 890
-    assert by_format["bf16"].token_bytes == 3200
+def test_the_caches_have_the_bytes_of_the_specification() -> None:
+    caches = create_plan(max_num_seqs=16).device.caches
+    assert caches.token_bytes == 890
     ring, halves = 134, 3 * 7 * 4096
-    assert by_format["packed"].sequence_bytes == ring * 528 * 43 + halves
-    assert by_format["bf16"].sequence_bytes == ring * 1024 * 43 + halves
-    assert by_format["bf16"].num_hot_pages == plan.device.num_hot_pages
-    packed = create_plan(num_blocks=plan.device.num_blocks, cache_format="packed")
-    assert by_format["packed"].num_hot_pages == packed.device.num_hot_pages > plan.device.num_hot_pages
+    assert caches.sequence_bytes == ring * 528 * 43 + halves
 
 
 def test_tiles_of_rows_are_as_large_as_the_operators_make_them() -> None:
@@ -169,7 +163,6 @@ SETTINGS = st.fixed_dictionaries(
     optional={
         "max_resident_pages": st.integers(0, 3000),
         "ep_size": st.sampled_from([1, 2, 4, 8]),
-        "cache_format": st.sampled_from(["bf16", "packed"]),
         "max_num_batched_tokens": st.integers(1, 9000),
     },
 )
@@ -226,15 +219,15 @@ def test_a_device_that_is_too_small_is_refused_with_what_takes_how_much() -> Non
 @pytest.mark.parametrize(
     ("gpu_gib", "changes"),
     [
-        (8, {}),
-        (11.5, {}),
+        (5, {}),
+        (6.5, {}),
         (9, {"max_num_batched_tokens": 8192, "max_model_len": 8192}),
         (12, {"max_num_seqs": 2000, "max_model_len": 8192}),
         (7, {"num_staging_slots": 300, "max_model_len": 8192}),
         (32, {"max_resident_pages": 1968}),
         (32, {"max_model_len": 8192, "num_blocks": 10**6}),
-        (9, {"world_size": 4, "max_model_len": 8192}),
-        (8, {"ep_size": 1, "prefetch_mib": 5000, "max_model_len": 8192}),
+        (6, {"world_size": 4, "max_model_len": 8192}),
+        (7, {"ep_size": 1, "prefetch_mib": 5000, "max_model_len": 8192}),
     ],
 )
 def test_a_setting_that_is_said_to_be_enough_makes_it_fit(gpu_gib: float, changes: dict[str, Any]) -> None:
@@ -253,12 +246,11 @@ def test_a_setting_that_is_said_to_be_enough_makes_it_fit(gpu_gib: float, change
 
 
 def test_what_is_not_enough_says_so_and_what_all_of_it_frees_together() -> None:
-    plan = create_plan(6)
+    plan = create_plan(3)
     *single, together = plan.advice
     assert not any(advice.is_enough for advice in plan.advice)
-    engine = [advice for advice in single if advice.setting != "cache_format"]
-    assert together.setting == ", ".join(advice.setting for advice in engine)
-    assert max(advice.freed_bytes for advice in engine) < together.freed_bytes
+    assert together.setting == ", ".join(advice.setting for advice in single)
+    assert max(advice.freed_bytes for advice in single) < together.freed_bytes
     assert together.freed_bytes < plan.device.missing_bytes
 
 
@@ -322,12 +314,12 @@ def test_what_does_not_fit_ends_with_a_status_and_says_what_helps(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        main([*command(), "--gpu-gib", "8", "--host-gib", "400"])
+        main([*command(), "--gpu-gib", "6.5", "--host-gib", "400"])
     assert end.value.code == DOES_NOT_FIT
     out = capsys.readouterr().out
-    assert "it does not fit: each GPU lacks 3.72 GiB" in out
+    assert "it does not fit: each GPU lacks 1.48 GiB" in out
     assert "it does not fit: the host lacks 86.00 GiB" in out
-    assert "max_model_len = 32768 frees 3.81 GiB (device), enough" in out
+    assert "max_model_len = 65536 frees 1.58 GiB (device), enough" in out
     assert "max_host_pages = " in out
 
 
