@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from actors.expert_tiers import TieredExpertSource
 from actors.messages import (
@@ -22,7 +21,7 @@ from model.batch import ForwardBatch, SequenceRows
 from model.engram_map import load_token_map
 from model.kv_cache import CacheGeometry, KvCaches
 from model.numerics import Numerics
-from model.sampler import sample
+from model.sampler import Choice, sample
 from model.transformer import Hidden, Transformer
 from model.weights import load_weights
 
@@ -81,8 +80,11 @@ class ShardRunner:
         if not asking:
             return outputs
         logits = self.transformer.logits(hidden.normed[batch.last_rows[asking]])
-        for row, index in zip(logits, asking, strict=True):
-            outputs[index] = _sample(row, step.sequences[index], failures)
+        asked = [step.sequences[i] for i in asking]
+        positions = [s.start_position + len(s.token_ids) - 1 for s in asked]
+        choices = sample(logits, [s.sampling for s in asked if s.sampling is not None], positions)
+        for index, choice, position in zip(asking, choices, positions, strict=True):
+            outputs[index] = _to_output(choice, position, failures)
         return outputs
 
     def forward(self, sequences: Sequence[SequenceRows]) -> tuple[ForwardBatch, Hidden]:
@@ -130,11 +132,8 @@ def _to_rows(sequence: ScheduledSequence) -> SequenceRows:
     )
 
 
-def _sample(logits: Tensor, sequence: ScheduledSequence, failures: Sequence[str]) -> SequenceOutput:
-    """Sample one sequence's token; `failures` are what may explain that there is none."""
-    assert sequence.sampling is not None, f"{sequence=}"
-    position = sequence.start_position + len(sequence.token_ids) - 1
-    choice = sample(logits, sequence.sampling, position)
+def _to_output(choice: Choice | None, position: int, failures: Sequence[str]) -> SequenceOutput:
+    """`failures` are what may explain that there is no choice."""
     if choice is None:
         problem = f"The model gave non-finite logits at position {position}."
         return SequenceOutput(error=" ".join((problem, *failures)))

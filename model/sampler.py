@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+TILE_ROWS: Final = 8
+"""Rows that are filtered at once: each takes some eight float64 values a token meanwhile."""
 
 
 class SamplingSettings(Protocol):
@@ -49,24 +53,44 @@ class Choice:
     """The most probable tokens, largest first, ties by id."""
 
 
-def sample(logits: Tensor, settings: SamplingSettings, position: int) -> Choice | None:
-    """Choose the token that follows `position`.
+def sample(
+    logits: Tensor, settings: Sequence[SamplingSettings], positions: Sequence[int]
+) -> list[Choice | None]:
+    """Choose the token that follows each row; waits for the device a few times, however many rows there are.
 
     Args:
-        logits: `[vocab]` float.
-        settings: of the request.
-        position: absolute position of the row that gave the logits; selects the random number.
-    Returns: None if the logits are not all finite.
+        logits: `[num_rows, vocab]` float.
+        settings: of each row's request.
+        positions: absolute position of each row; selects the random number.
+    Returns: one choice per row, None where the logits are not all finite.
     """
-    if not bool(torch.isfinite(logits).all()):
-        return None
-    if settings.temperature == 0:
-        token_id = greedy(logits.unsqueeze(0)).item()
-    else:
-        probabilities = filter_probabilities(logits, settings)
-        token_id = _inverse_cdf(probabilities, _uniform(settings.seed, position))
-    logprob, top = _logprobs(logits, int(token_id), settings.num_logprobs)
-    return Choice(int(token_id), logprob, top)
+    ids = greedy(logits)
+    is_finite = torch.isfinite(logits).all(dim=-1)
+    for rows in _tiles([i for i, s in enumerate(settings) if s.temperature > 0]):
+        uniforms = torch.tensor(
+            [_uniform(settings[i].seed, positions[i]) for i in rows],
+            dtype=torch.float64,
+            device=logits.device,
+        )
+        chosen = torch.where(is_finite[rows].unsqueeze(-1), logits[rows], 0)
+        ids[rows] = _inverse_cdf(filter_probabilities(chosen, [settings[i] for i in rows]), uniforms)
+    choices = [
+        Choice(token_id, None, ()) if finite else None
+        for token_id, finite in torch.stack((ids, is_finite.to(ids.dtype)), dim=1).tolist()
+    ]
+    asking = [i for i, s in enumerate(settings) if s.num_logprobs is not None and choices[i] is not None]
+    for rows in _tiles(asking):
+        most = max(settings[i].num_logprobs or 0 for i in rows)
+        for i, logprob, top in zip(rows, *_logprobs(logits[rows], ids[rows], most), strict=True):
+            choice = choices[i]
+            assert choice is not None, f"{i=}"
+            choices[i] = Choice(choice.token_id, logprob, top[: settings[i].num_logprobs])
+    return choices
+
+
+def _tiles(rows: list[int]) -> Iterator[list[int]]:
+    for begin in range(0, len(rows), TILE_ROWS):
+        yield rows[begin : begin + TILE_ROWS]
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -75,30 +99,33 @@ def greedy(logits: Tensor) -> Tensor:
     return is_largest.to(torch.int8).argmax(dim=-1)
 
 
-def filter_probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:
-    """The distribution a token is drawn from.
+def filter_probabilities(logits: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
+    """The distributions that tokens are drawn from.
 
     Order: temperature, `min_p` (relative to the largest probability), `top_k`, `top_p` over what is left. Ties at a cut
     keep the lower id.
 
     Args:
-        logits: `[vocab]` float, finite.
-        settings: temperature above 0.
-    Returns: `[vocab]` float64, sums to 1.
+        logits: `[num_rows, vocab]` float, finite.
+        settings: of each row, temperature above 0.
+    Returns: `[num_rows, vocab]` float64, each row sums to 1.
     """
+    temperature, min_p, top_k, top_p = (
+        torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(-1)
+        for values in zip(
+            *((s.temperature, s.min_p, s.top_k or torch.inf, s.top_p) for s in settings), strict=True
+        )
+    )
     scaled = logits.to(torch.float64)
-    scaled = (scaled - scaled.max()) / settings.temperature
-    p, order = torch.sort(torch.softmax(scaled, dim=-1), descending=True, stable=True)
-    keep = p >= settings.min_p * p[0]
-    if settings.top_k:
-        keep[settings.top_k :] = False
-    p = torch.where(keep, p, 0.0)
-    p = p / p.sum()
-    if settings.top_p < 1:
-        # A token stays if what comes before it has not reached the mass yet: the first one always does.
-        p = torch.where(p.cumsum(0) - p < settings.top_p, p, 0.0)
-        p = p / p.sum()
-    return torch.empty_like(p).scatter(0, order, p)
+    scaled = (scaled - scaled.amax(dim=-1, keepdim=True)) / temperature
+    p, order = torch.sort(torch.softmax(scaled, dim=-1), dim=-1, descending=True, stable=True)
+    rank = torch.arange(p.shape[-1], device=p.device)
+    p = torch.where((p >= min_p * p[:, :1]) & (rank < top_k), p, 0.0)
+    p = p / p.sum(dim=-1, keepdim=True)
+    # A token stays if what comes before it has not reached the mass yet: the first one always does.
+    nucleus = torch.where(p.cumsum(dim=-1) - p < top_p, p, 0.0)
+    p = torch.where(top_p < 1, nucleus / nucleus.sum(dim=-1, keepdim=True), p)
+    return torch.empty_like(p).scatter(1, order, p)
 
 
 def _uniform(seed: int, position: int) -> float:
@@ -107,19 +134,23 @@ def _uniform(seed: int, position: int) -> float:
     return float(generator.random())
 
 
-def _inverse_cdf(p: Tensor, u: float) -> int:
-    cumulative = p.cumsum(0)
-    index = int(torch.searchsorted(cumulative, u * float(cumulative[-1]), right=True))
+def _inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
+    """The token that each `u` falls on: `[num_rows, vocab]`, `[num_rows]` to `[num_rows]` int64."""
+    cumulative = p.cumsum(dim=-1)
+    index = torch.searchsorted(cumulative, u.unsqueeze(-1) * cumulative[:, -1:], right=True).squeeze(-1)
     # Rounding may carry u past the last token of positive probability.
-    return min(index, int(p.nonzero()[-1]))
+    last = torch.where(p > 0, torch.arange(p.shape[-1], device=p.device), 0).amax(dim=-1)
+    return index.minimum(last)
 
 
 def _logprobs(
-    logits: Tensor, token_id: int, num_logprobs: int | None
-) -> tuple[float | None, tuple[tuple[int, float], ...]]:
-    if num_logprobs is None:
-        return None, ()
+    logits: Tensor, ids: Tensor, num_top: int
+) -> tuple[list[float], list[tuple[tuple[int, float], ...]]]:
+    """Log-probability of each row's token, and the most probable tokens of each row."""
     logprobs = torch.log_softmax(logits.to(torch.float64), dim=-1)
-    values, ids = torch.sort(logprobs, descending=True, stable=True)
-    top = tuple(zip(ids[:num_logprobs].tolist(), values[:num_logprobs].tolist(), strict=True))
-    return float(logprobs[token_id]), top
+    values, best = torch.sort(logprobs, dim=-1, descending=True, stable=True)
+    top = [
+        tuple(zip(row_ids, row_values, strict=True))
+        for row_ids, row_values in zip(best[:, :num_top].tolist(), values[:, :num_top].tolist(), strict=True)
+    ]
+    return logprobs.gather(1, ids.unsqueeze(-1)).squeeze(-1).tolist(), top

@@ -70,8 +70,10 @@ CUDA_GRAPHS: Final = Term(
 FRAGMENTATION: Final = Term(
     "runtime", "allocator's rounding", 256 * _MIB, "assumption", "gaps between blocks of different sizes"
 )
+SAMPLED_ROWS: Final = 8
+"""`model.sampler.TILE_ROWS`."""
 _SAMPLER_BYTES: Final = 8 * _FP64
-"""For each token of one row: probabilities, sorted, filtered and summed, in float64 (`model.sampler`)."""
+"""For each token of a row: probabilities, sorted, filtered and summed, in float64 (`model.sampler`)."""
 _MAPPED_PAGE_BYTES: Final = 8
 """Of a device's page table for each host page that is registered with it. An assumption: one entry."""
 
@@ -358,9 +360,11 @@ def _workspace_terms(model: ModelConfig, settings: MemorySettings) -> Iterable[T
     yield Term(
         "workspace",
         "logits",
-        int(model.vocab_size * (settings.max_num_seqs * num_gathered * _FP32 + _SAMPLER_BYTES)),
+        int(
+            model.vocab_size * (settings.max_num_seqs * num_gathered * _FP32 + SAMPLED_ROWS * _SAMPLER_BYTES)
+        ),
         "estimate",
-        f"{settings.max_num_seqs} rows, and the sampler's copies of one",
+        f"{settings.max_num_seqs} rows, and the sampler's copies of {SAMPLED_ROWS}",
     )
 
 

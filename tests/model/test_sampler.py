@@ -7,12 +7,13 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from actors.messages import SamplingParams
-from model.sampler import filter_probabilities, greedy, sample
+from model.sampler import TILE_ROWS, Choice, filter_probabilities, greedy, sample
 
 NUM_DRAWS = 4_000
 
@@ -23,8 +24,17 @@ def create_logits(vocab: int, seed: int = 0) -> Tensor:
     return (values * 4).round() / 2
 
 
+def sample_one(logits: Tensor, settings: SamplingParams, position: int = 0) -> Choice | None:
+    (choice,) = sample(logits.unsqueeze(0), [settings], [position])
+    return choice
+
+
+def filter_one(logits: Tensor, settings: SamplingParams) -> Tensor:
+    return filter_probabilities(logits.unsqueeze(0), [settings]).squeeze(0)
+
+
 def draw(logits: Tensor, settings: SamplingParams, position: int = 0) -> int:
-    choice = sample(logits, settings, position)
+    choice = sample_one(logits, settings, position)
     assert choice is not None
     return choice.token_id
 
@@ -97,14 +107,14 @@ def test_temperature_zero_is_greedy_whatever_the_filters() -> None:
 def test_logits_that_are_not_finite_choose_nothing(temperature: float, bad: float) -> None:
     logits = create_logits(10)
     logits[7] = bad
-    assert sample(logits, SamplingParams(temperature=temperature), 0) is None
+    assert sample_one(logits, SamplingParams(temperature=temperature)) is None
 
 
 @pytest.mark.parametrize("settings", FILTERS)
 def test_filters_follow_their_definition(settings: SamplingParams) -> None:
     for seed in range(20):
         logits = create_logits(40, seed)
-        actual = filter_probabilities(logits, settings)
+        actual = filter_one(logits, settings)
         assert actual.dtype == torch.float64
         assert actual.tolist() == pytest.approx(
             naive_filter(logits.tolist(), settings), rel=1e-12, abs=1e-300
@@ -115,7 +125,7 @@ def test_filters_follow_their_definition(settings: SamplingParams) -> None:
 def test_ties_at_a_cut_keep_the_lower_ids() -> None:
     def kept(**filters: float) -> list[int]:
         equal = torch.tensor([1.0, 2.0, 2.0, 2.0, 2.0, 1.0])
-        return filter_probabilities(equal, SamplingParams(**filters)).nonzero().flatten().tolist()  # type: ignore[arg-type]
+        return filter_one(equal, SamplingParams(**filters)).nonzero().flatten().tolist()  # type: ignore[arg-type]
 
     assert kept(top_k=2) == [1, 2]
     assert kept(top_k=5) == [0, 1, 2, 3, 4]
@@ -130,9 +140,9 @@ def test_top_p_counts_the_mass_that_top_k_left() -> None:
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     # After top_k = 2 the first token holds 4 / 7 of the mass.
     settings = SamplingParams(top_k=2, top_p=0.55)
-    assert filter_probabilities(logits, settings).tolist() == [1, 0, 0, 0]
+    assert filter_one(logits, settings).tolist() == [1, 0, 0, 0]
     settings = SamplingParams(top_p=0.55)
-    assert filter_probabilities(logits, settings).tolist() == pytest.approx([4 / 7, 3 / 7, 0, 0])
+    assert filter_one(logits, settings).tolist() == pytest.approx([4 / 7, 3 / 7, 0, 0])
 
 
 @pytest.mark.parametrize("settings", FILTERS)
@@ -186,7 +196,7 @@ def test_other_seeds_and_positions_give_other_draws() -> None:
 def test_log_probabilities_ignore_temperature_and_filters(temperature: float) -> None:
     logits = create_logits(30, seed=8)
     settings = SamplingParams(temperature=temperature, top_k=20, top_p=0.9, min_p=0.01, num_logprobs=4)
-    choice = sample(logits, settings, 3)
+    choice = sample_one(logits, settings, 3)
     assert choice is not None
     norm = math.log(sum(math.exp(x) for x in logits.tolist()))
     assert choice.logprob == pytest.approx(logits[choice.token_id].item() - norm, rel=1e-12)
@@ -198,17 +208,37 @@ def test_log_probabilities_ignore_temperature_and_filters(temperature: float) ->
 
 
 def test_equal_log_probabilities_are_listed_by_id() -> None:
-    choice = sample(torch.tensor([1.0, 2.0, 2.0, 1.0, 2.0]), SamplingParams(temperature=0, num_logprobs=4), 0)
+    choice = sample_one(
+        torch.tensor([1.0, 2.0, 2.0, 1.0, 2.0]), SamplingParams(temperature=0, num_logprobs=4)
+    )
     assert choice is not None
     assert [token for token, _ in choice.top_logprobs] == [1, 2, 4, 0]
 
 
 def test_log_probabilities_are_given_only_if_asked_for() -> None:
     logits = create_logits(10)
-    none, zero = (sample(logits, SamplingParams(num_logprobs=n), 0) for n in (None, 0))
+    none, zero = (sample_one(logits, SamplingParams(num_logprobs=n)) for n in (None, 0))
     assert none is not None
     assert zero is not None
     assert (none.logprob, none.top_logprobs) == (None, ())
     assert zero.logprob is not None
     assert zero.logprob < 0
     assert zero.top_logprobs == ()
+
+
+def test_rows_are_sampled_as_if_they_were_alone() -> None:
+    """Whatever is beside them, failed rows included, and over the tiles that they are filtered in."""
+    draws = random.Random(3)
+    settings = [
+        msgspec.structs.replace(draws.choice(FILTERS), seed=i, num_logprobs=draws.choice([None, 0, 2, 5]))
+        if i % 4
+        else SamplingParams(temperature=0, num_logprobs=draws.choice([None, 3]))
+        for i in range(3 * TILE_ROWS + 1)
+    ]
+    logits = torch.stack([create_logits(60, seed) for seed in range(len(settings))])
+    logits[5, 3], logits[8, 1] = math.nan, math.inf
+    positions = [7 * i for i in range(len(settings))]
+    together = sample(logits, settings, positions)
+    assert together == [sample_one(*row) for row in zip(logits, settings, positions, strict=True)]
+    assert [i for i, choice in enumerate(together) if choice is None] == [5, 8]
+    assert sample(logits[:0], [], []) == []

@@ -21,10 +21,12 @@ from kernels.reference.indexer import index_row_bytes as reference_index_row_byt
 from model.config import CheckpointConfig
 from model.kv_cache import CacheGeometry, KvCaches
 from model.parallel import ParallelLayout
+from model.sampler import TILE_ROWS
 from model.tiny import tiny_config, write_tiny_checkpoint
 from placement.components import Component, components
 from placement.device_memory import (
     KV_SHARE,
+    SAMPLED_ROWS,
     DeviceNeeds,
     MemoryPlanError,
     MemorySettings,
@@ -123,6 +125,10 @@ def test_the_caches_have_the_bytes_of_the_specification() -> None:
     assert caches.token_bytes == 890
     ring, halves = 134, 3 * 7 * 4096
     assert caches.sequence_bytes == ring * 528 * 43 + halves
+
+
+def test_the_sampler_takes_as_many_rows_at_once_as_the_plan_says() -> None:
+    assert SAMPLED_ROWS == TILE_ROWS
 
 
 def test_tiles_of_rows_are_as_large_as_the_operators_make_them() -> None:
@@ -317,7 +323,7 @@ def test_what_does_not_fit_ends_with_a_status_and_says_what_helps(
         main([*command(), "--gpu-gib", "6.5", "--host-gib", "400"])
     assert end.value.code == DOES_NOT_FIT
     out = capsys.readouterr().out
-    assert "it does not fit: each GPU lacks 1.48 GiB" in out
+    assert "it does not fit: each GPU lacks 1.54 GiB" in out
     assert "it does not fit: the host lacks 86.00 GiB" in out
     assert "max_model_len = 65536 frees 1.58 GiB (device), enough" in out
     assert "max_host_pages = " in out
