@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model import attention, row_tiles
+from kernels import row_tiles
+from kernels.reference import attention, indexer
 from model.attention import Attention
 from model.numerics import Numerics
 from tests.model.builders import GOLDEN, create_tiny_model
@@ -55,7 +56,8 @@ def test_no_bit_depends_on_the_tiles(
         def split_rows(begin: int, end: int, row_bytes: int, tile_rows: int = tile_rows) -> Iterator[slice]:
             return (slice(row, min(row + tile_rows, end)) for row in range(begin, end, tile_rows))
 
-        monkeypatch.setattr(attention, "split_rows", split_rows)
+        for operators in (attention, indexer):
+            monkeypatch.setattr(operators, "split_rows", split_rows)
         assert torch.equal(prefill(), expected), f"{tile_rows=}"
 
 
