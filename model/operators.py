@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
+from kernels import activation as activation_kernel
+from kernels import linear as linear_kernel
+from kernels import router as router_kernel
 from kernels.reference import (
     activation,
     attention,
@@ -46,8 +50,20 @@ class Operators:
     swiglu_q8: Callable[..., Tensor]
 
 
-def create_operators(numerics: Numerics) -> Operators:
-    """The reference in the arithmetic of `numerics`."""
+def create_operators(numerics: Numerics, device: torch.device) -> Operators:
+    """The kernels where there are any that compute as `numerics` says, otherwise the reference."""
+    operators = _reference(numerics)
+    if device.type == "cuda" and numerics.accumulate == torch.float32:
+        operators = replace(
+            operators,
+            linear=linear_kernel.linear,
+            choose_experts=router_kernel.choose_experts,
+            swiglu_q8=activation_kernel.swiglu_q8,
+        )
+    return operators
+
+
+def _reference(numerics: Numerics) -> Operators:
     accumulate = numerics.accumulate
     return Operators(
         linear=partial(linear.linear, accumulate=accumulate),

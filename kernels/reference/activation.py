@@ -38,7 +38,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, accumulate: torch.dtype) -> T
     return silu(g) * u
 
 
-def swiglu_q8(gate_up: Tensor, limit: float, *, accumulate: torch.dtype) -> Tensor:
+def swiglu_q8(gate_up: Tensor, limit: float, *, accumulate: torch.dtype = torch.float32) -> Tensor:
     """What the shared expert's down product takes.
 
     Args:
