@@ -1,18 +1,18 @@
-"""Chat: the vendor's `deepseek_recipe` renders prompts and splits replies into reasoning and content."""
+"""Chat: the vendor's `deepseek_recipe` renders prompts and splits replies into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Literal
+import re
+from dataclasses import dataclass, replace
+from typing import Any
 
 import deepseek_recipe as recipe
-import msgspec
 from pydantic import BaseModel
 
 from actors.messages import RequestOutput
 from deployment.errors import InvalidRequestError
 from deployment.generation import OutputReader, Piece, ReplyHeader, make_usage
-from deployment.logprobs import AlignedToken, TokenAligner, chat_logprobs
+from deployment.logprobs import TokenAligner, chat_logprobs
 from deployment.openai_types import (
     ChatChoice,
     ChatChunkChoice,
@@ -26,10 +26,10 @@ from deployment.openai_types import (
     CompletionTokensDetails,
     Usage,
 )
+from deployment.reply_parser import VENDOR_MODEL_NAME, Channel, Parsed, ParsedText, ReplyParser
 from deployment.tokenizer import Detokenizer, Tokenizer
+from deployment.tool_calls import call_deltas, whole_calls
 
-VENDOR_MODEL_NAME = "DeepSeek-V4.1-Flash"
-Channel = Literal["reasoning_content", "content"]
 DROPPED_MARKER: str = recipe.SpecialToken.ThinkingEnd.default_str()
 """What the vendor's parser leaves out of a reply, besides some newlines."""
 
@@ -55,94 +55,60 @@ class ChatRenderer:
 
         Raises: InvalidRequestError for a conversation that the vendor's encoding does not have.
         """
-        body = request.model_dump(
-            include={"messages": {"__all__": {"role", "content", "reasoning_content", "prefix"}}}
-            | dict.fromkeys(("thinking", "reasoning_effort"), True),
-            exclude_none=True,
-        )
-        # Where several stop strings end at once, the vendor takes the first listed: let it be the longest.
-        body |= {"model": VENDOR_MODEL_NAME, "stop": sorted(request.stop_strings, key=len, reverse=True)}
+        effort = request.effort
+        # The vendor's conversion has names only; a number takes the place of the default's in the prompt.
+        is_number = isinstance(effort, int)
+        body = _vendor_body(request) | {"reasoning_effort": "high" if is_number else effort}
         try:
-            conversation = recipe.ChatCompletionRequest(body).convert(self._options)
+            conversation = recipe.ChatCompletionRequest(_without_none(body)).convert(self._options)
+        except (OverflowError, RecursionError) as error:
+            message = f"'tools': {error}."  # nothing else in the body has numbers or depth of its own
+            raise InvalidRequestError(message, param="tools") from error
         except (recipe.ConversionError, ValueError) as error:
-            raise InvalidRequestError(str(error), param="messages") from error
-        return ChatPrompt(self._tokenizer.encode_conversation(conversation.conversation), conversation)
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedText:
-    """Text of one of the two channels of a reply."""
-
-    channel: Channel
-    text: str
-    tokens: list[AlignedToken] = field(default_factory=list)
-    """The tokens of `text`, where log-probabilities are wanted."""
-
-
-class _VendorDelta(msgspec.Struct):
-    """What a chunk of the vendor's adds to the message."""
-
-    reasoning_content: str | None = None
-    content: str | None = None
-
-
-class _VendorChoice(msgspec.Struct):
-    """The one choice of a chunk."""
-
-    delta: _VendorDelta
-    finish_reason: str | None
-
-
-class _VendorChunk(msgspec.Struct):
-    """What we read of a chunk; its `choices` is a list of one."""
-
-    choices: tuple[_VendorChoice]
-
-
-class ReplyParser:
-    """The vendor's stream parser, fed with text.
-
-    It ends the content at a stop string, holds back what may become a marker, and leaves out the markers. How
-    the text is cut into pieces makes no difference.
-    """
-
-    _decoder = msgspec.json.Decoder(_VendorChunk)
-
-    def __init__(self, conversation: recipe.ConversationRequest) -> None:
-        generator = recipe.ChatCompletionRequest.chunk_generator(conversation, "", VENDOR_MODEL_NAME)
-        self._processor = recipe.StreamProcessor(generator, conversation.parsing_options)
-        self._processor.push(recipe.InferenceChunk.ready())
-        self.finish_reason: str | None = None
-        """Set when the reply is over."""
-
-    def push(self, text: str) -> list[ParsedText]:
-        """Add text."""
-        return self._read(self._processor.push(recipe.InferenceChunk.text(text)))
-
-    def finish(self, finish_reason: str) -> list[ParsedText]:
-        """End the reply for the engine's reason."""
-        reason = (
-            recipe.InferenceFinishReason.Stop
-            if finish_reason == "stop"
-            else recipe.InferenceFinishReason.Length
+            raise _error_of_conversion(str(error)) from error
+        token_ids = self._tokenizer.encode_conversation(
+            conversation.conversation, effort=effort if isinstance(effort, int) else None
         )
-        return self._read(self._processor.push(recipe.InferenceChunk.finish(reason)))
+        return ChatPrompt(token_ids, conversation)
 
-    def _read(self, chunks: list[recipe.ChatCompletionChunk]) -> list[ParsedText]:
-        parsed = []
-        for chunk in chunks:
-            [choice] = self._decoder.decode(chunk.to_json()).choices
-            if choice.delta.reasoning_content:
-                parsed.append(ParsedText("reasoning_content", choice.delta.reasoning_content))
-            if choice.delta.content:
-                parsed.append(ParsedText("content", choice.delta.content))
-            if choice.finish_reason is not None:
-                self.finish_reason = choice.finish_reason
-        return parsed
+
+def _vendor_body(request: ChatCompletionRequest) -> dict[str, Any]:
+    """The part of a request that decides the prompt, as the vendor's conversion takes it."""
+    message_fields = {"role", "content", "reasoning_content", "prefix", "tool_calls", "tool_call_id"}
+    dumped = request.model_dump(
+        include={"messages": {"__all__": message_fields}, "tools": True, "tool_choice": True},
+        exclude_none=True,
+    )
+    thinking = request.thinking_type
+    return {
+        "model": VENDOR_MODEL_NAME,
+        "messages": dumped["messages"],
+        "tools": dumped.get("tools") or None,
+        "tool_choice": dumped.get("tool_choice") if request.tools else None,
+        "thinking": {"type": thinking} if thinking else None,
+        # Where several stop strings end at once, the vendor takes the first listed: let it be the longest.
+        "stop": sorted(request.stop_strings, key=len, reverse=True),
+    }
+
+
+def _without_none(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _error_of_conversion(message: str) -> InvalidRequestError:
+    """The vendor's refusal, with the field that it is about."""
+    if "tool_choice" in message:
+        return InvalidRequestError(
+            f"'tool_choice': {message}. Turn thinking off, or let the model choose.", param="tool_choice"
+        )
+    named = re.match(r"Invalid '(.*?)'", message)
+    is_about_tools = message.startswith(("Tool names", "Invalid schema"))
+    param = named[1] if named else "tools" if is_about_tools else "messages"
+    return InvalidRequestError(message, param=param)
 
 
 class ChatReply:
-    """A chat reply; see `generation.Reply`. A delta is the texts that one engine output gave."""
+    """A chat reply; see `generation.Reply`. A delta is what one engine output gave."""
 
     def __init__(
         self, header: ReplyHeader, request: ChatCompletionRequest, prompt: ChatPrompt, tokenizer: Tokenizer
@@ -153,7 +119,7 @@ class ChatReply:
         self._is_thinking = prompt.conversation.conversation.thinking_mode
         self._tokenizer = tokenizer
         self._reader = OutputReader(Detokenizer(tokenizer, show_markers=True))
-        self._parser = ReplyParser(prompt.conversation)
+        self._parser = ReplyParser(prompt.conversation, max_calls=request.max_calls)
         self._num_reasoning_tokens = 0
         """Tokens up to the last one that gave reasoning."""
         self._aligner = TokenAligner(DROPPED_MARKER) if request.num_logprobs is not None else None
@@ -163,9 +129,9 @@ class ChatReply:
         """Whether the reply ended, at a stop string or with the engine's last output."""
         return self._parser.finish_reason is not None
 
-    def push(self, output: RequestOutput) -> list[ParsedText] | None:
+    def push(self, output: RequestOutput) -> list[Parsed] | None:
         """Add an engine output."""
-        texts: list[ParsedText] = []
+        texts: list[Parsed] = []
         for piece in self._reader.read(output):
             texts += self._parse(piece)
             if self.is_finished:
@@ -178,11 +144,12 @@ class ChatReply:
         """The chunk that names the role."""
         return [self._chunk(ChatDelta(role="assistant", content=""))]
 
-    def chunk(self, delta: list[ParsedText]) -> BaseModel:
-        """One chunk for all texts of an engine output: the reasoning always comes first."""
+    def chunk(self, delta: list[Parsed]) -> BaseModel:
+        """One chunk for all that an engine output gave: reasoning comes before content, that before calls."""
         message = ChatDelta(
             reasoning_content=_join(delta, "reasoning_content") or None,
             content=_join(delta, "content") or None,
+            tool_calls=call_deltas(delta) or None,
         )
         return self._chunk(message, logprobs=self._logprobs(delta))
 
@@ -193,12 +160,14 @@ class ChatReply:
             chunks.append(ChatCompletionChunk(**self._header, choices=[], usage=self._usage()))
         return chunks
 
-    def response(self, deltas: list[list[ParsedText]]) -> BaseModel:
+    def response(self, deltas: list[list[Parsed]]) -> BaseModel:
         """The whole reply."""
         texts = [text for delta in deltas for text in delta]
+        content, calls = _join(texts, "content"), whole_calls(texts)
         message = ChatReplyMessage(
-            content=_join(texts, "content"),
+            content=None if calls and not content else content,
             reasoning_content=_join(texts, "reasoning_content") if self._is_thinking else None,
+            tool_calls=calls or None,
         )
         assert self._parser.finish_reason is not None, "the reply is finished"
         choice = ChatChoice(
@@ -206,18 +175,27 @@ class ChatReply:
         )
         return ChatCompletion(**self._header, choices=[choice], usage=self._usage())
 
-    def _parse(self, piece: Piece) -> list[ParsedText]:
-        if self._aligner:
-            self._aligner.push(piece.text, piece.token)
+    def _parse(self, piece: Piece) -> list[Parsed]:
+        if self._aligner and not self._parser.has_calls:
+            self._aligner.push(piece.text, piece.token if self._is_shown(piece) else None)
         texts = self._parser.push(piece.text) if piece.text else []
-        if any(text.channel == "reasoning_content" for text in texts):
+        if any(isinstance(part, ParsedText) and part.channel == "reasoning_content" for part in texts):
             self._num_reasoning_tokens = self._reader.num_tokens
         return self._with_tokens(texts)
 
-    def _with_tokens(self, texts: list[ParsedText]) -> list[ParsedText]:
+    def _is_shown(self, piece: Piece) -> bool:
+        """Whether the piece's token is part of any text; control tokens are not."""
+        token = piece.token
+        return token is not None and bool(self._tokenizer.text_bytes(token.token_id, show_markers=True))
+
+    def _with_tokens(self, texts: list[Parsed]) -> list[Parsed]:
         if self._aligner is None:
             return texts
-        return [replace(text, tokens=self._aligner.take(text.text)) for text in texts]
+        aligner = self._aligner
+        return [
+            replace(part, tokens=aligner.take(part.text)) if isinstance(part, ParsedText) else part
+            for part in texts
+        ]
 
     def _chunk(
         self, delta: ChatDelta, *, logprobs: ChatLogprobs | None = None, finish_reason: str | None = None
@@ -225,14 +203,14 @@ class ChatReply:
         choice = ChatChunkChoice(delta=delta, logprobs=logprobs, finish_reason=finish_reason)
         return ChatCompletionChunk(**self._header, choices=[choice])
 
-    def _logprobs(self, texts: list[ParsedText]) -> ChatLogprobs | None:
+    def _logprobs(self, texts: list[Parsed]) -> ChatLogprobs | None:
         if self._aligner is None:
             return None
         reasoning = self._channel_logprobs(texts, "reasoning_content") if self._is_thinking else None
         return ChatLogprobs(content=self._channel_logprobs(texts, "content"), reasoning_content=reasoning)
 
-    def _channel_logprobs(self, texts: list[ParsedText], channel: Channel) -> list[ChatTokenLogprob]:
-        tokens = [token for text in texts if text.channel == channel for token in text.tokens]
+    def _channel_logprobs(self, texts: list[Parsed], channel: Channel) -> list[ChatTokenLogprob]:
+        tokens = [token for text in _texts(texts, channel) for token in text.tokens]
         return chat_logprobs(self._tokenizer, tokens)
 
     def _usage(self) -> Usage:
@@ -242,5 +220,9 @@ class ChatReply:
         return make_usage(self._num_prompt_tokens, self._reader.num_tokens, details)
 
 
-def _join(texts: list[ParsedText], channel: Channel) -> str:
-    return "".join(text.text for text in texts if text.channel == channel)
+def _texts(parsed: list[Parsed], channel: Channel) -> list[ParsedText]:
+    return [part for part in parsed if isinstance(part, ParsedText) and part.channel == channel]
+
+
+def _join(parsed: list[Parsed], channel: Channel) -> str:
+    return "".join(part.text for part in _texts(parsed, channel))

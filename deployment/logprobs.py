@@ -61,12 +61,19 @@ class TokenAligner:
         begin = self._pending.find(released)
         while begin > 0 and not DROPPED.fullmatch(self._pending, 0, begin):
             begin = self._pending.find(released, begin + 1)
-        assert begin >= 0, f"{released=} is not in {self._pending=}"
+        if begin < 0:
+            return self._take_around_a_marker(released)
         self._forget_before(self._start + begin)
         taken = self._pop_before(self._start + begin + len(released))
         self._pending = self._pending[begin + len(released) :]
         self._start += begin + len(released)
         return taken
+
+    def _take_around_a_marker(self, released: str) -> list[AlignedToken]:
+        """Take text whose beginning was held back until a marker after it had been dropped."""
+        end = next((n for n in range(len(released) - 1, 0, -1) if released[:n] in self._pending), 0)
+        assert end > 0, f"{released=} is not in {self._pending=}"
+        return [*self.take(released[:end]), *self.take(released[end:])]
 
     def take_rest(self) -> list[AlignedToken]:
         """All tokens not taken yet: those that added no text at the end of a reply."""

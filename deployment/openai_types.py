@@ -10,8 +10,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     ConfigDict,
     Discriminator,
     Field,
@@ -22,6 +20,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from actors.messages import SamplingParams
+from deployment.openai_base import RequestPart, ResponsePart, is_none, only
+from deployment.tool_types import CallDelta, HistoryCall, NamedTool, ReplyCall, Tool, ToolChoice
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 4
@@ -30,23 +30,7 @@ INT64_MAX = 2**63 - 1
 _T = TypeVar("_T")
 
 
-def _is_none(value: object) -> bool:
-    return value is None
-
-
 # --- requests ---
-
-
-def _only(*neutral: object) -> AfterValidator:
-    """For a parameter that is not served yet: lets null and the neutral values through."""
-
-    def refuse(value: object) -> object:
-        # By type too: in Python, True == 1.
-        if value is None or any(type(value) is type(allowed) and value == allowed for allowed in neutral):
-            return value
-        raise PydanticCustomError("unsupported_parameter", "This server does not support it yet")
-
-    return AfterValidator(refuse)
 
 
 def _text_or_list(value: object) -> str | None:
@@ -98,14 +82,6 @@ Prompt = Annotated[
 ]
 
 
-class RequestPart(BaseModel):
-    """Base of what a client sends."""
-
-    model_config = ConfigDict(
-        extra="ignore", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
 class TextPart(RequestPart):
     """One part of a message's content."""
 
@@ -126,14 +102,60 @@ Content = Annotated[
 class ChatMessage(RequestPart):
     """One message of a conversation."""
 
-    role: Literal["system", "user", "assistant", "latest_reminder"]
-    content: Content
+    role: Literal["system", "user", "assistant", "tool", "latest_reminder"]
+    tool_calls: list[HistoryCall] | None = None
+    """Assistant only: the calls that it made."""
+    content: Content | None = Field(default=None, validate_default=True)
+    """Only an assistant's message that has calls may leave it out."""
+    tool_call_id: str | None = Field(default=None, validate_default=True)
+    """Tool only: the call that this answers."""
     reasoning_content: str | None = None
     """Assistant only: the reasoning that came with this answer."""
     prefix: bool | None = None
     """Last assistant message only: the reply continues it."""
-    tool_calls: Annotated[Any, _only([])] = None
-    function_call: Annotated[Any, _only()] = None
+    function_call: Annotated[Any, only()] = None
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _check_may_call(
+        cls, value: list[HistoryCall] | None, info: ValidationInfo
+    ) -> list[HistoryCall] | None:
+        if value and info.data.get("role", "assistant") != "assistant":
+            raise PydanticCustomError("calls_of_another_role", "Only assistant messages have tool calls")
+        return value or None
+
+    @field_validator("content")
+    @classmethod
+    def _check_has_content(cls, value: Any, info: ValidationInfo) -> Any:
+        has_calls = "tool_calls" not in info.data or info.data["tool_calls"]
+        if value is None and not has_calls:
+            raise PydanticCustomError(
+                "missing_content",
+                "Input should be a string or a list of text parts; only tool calls replace it",
+            )
+        return value
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def _check_names_its_call(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None and info.data.get("role") == "tool":
+            raise PydanticCustomError("missing_call_id", "A tool message names the call that it answers")
+        return value
+
+
+def _text_or_number(value: object) -> str | None:
+    return "<text>" if isinstance(value, str) else "<number>" if isinstance(value, int) else None
+
+
+ReasoningEffort = Annotated[
+    Annotated[Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"], Tag("<text>")]
+    | Annotated[int, Field(ge=1, le=100), Tag("<number>")],
+    Discriminator(
+        _text_or_number,
+        custom_error_type="effort_type",
+        custom_error_message="Input should be 'none', 'low', 'high', 'xhigh', 'max' or a number from 1 to 100",
+    ),
+]
 
 
 class StreamOptions(RequestPart):
@@ -147,6 +169,16 @@ class ThinkingSwitch(RequestPart):
     """The vendor's switch between its two modes."""
 
     type: Literal["enabled", "disabled", "adaptive"]
+
+
+class TemplateOptions(RequestPart):
+    """`chat_template_kwargs`, in which other servers' clients switch thinking."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    thinking: bool | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
 
 class GenerationRequest(RequestPart):
@@ -171,21 +203,21 @@ class GenerationRequest(RequestPart):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    n: Annotated[Any, _only(1)] = None
-    frequency_penalty: Annotated[Any, _only(0, 0.0)] = None
-    presence_penalty: Annotated[Any, _only(0, 0.0)] = None
-    repetition_penalty: Annotated[Any, _only(1, 1.0)] = None
-    logit_bias: Annotated[Any, _only({})] = None
-    min_tokens: Annotated[Any, _only(0)] = None
-    bad_words: Annotated[Any, _only([])] = None
-    allowed_token_ids: Annotated[Any, _only([])] = None
-    structured_outputs: Annotated[Any, _only()] = None
-    prompt_logprobs: Annotated[Any, _only()] = None
-    truncate_prompt_tokens: Annotated[Any, _only()] = None
-    use_beam_search: Annotated[Any, _only(False)] = None
-    skip_special_tokens: Annotated[Any, _only(True)] = None
-    include_stop_str_in_output: Annotated[Any, _only(False)] = None
-    echo: Annotated[Any, _only(False)] = None
+    n: Annotated[Any, only(1)] = None
+    frequency_penalty: Annotated[Any, only(0, 0.0)] = None
+    presence_penalty: Annotated[Any, only(0, 0.0)] = None
+    repetition_penalty: Annotated[Any, only(1, 1.0)] = None
+    logit_bias: Annotated[Any, only({})] = None
+    min_tokens: Annotated[Any, only(0)] = None
+    bad_words: Annotated[Any, only([])] = None
+    allowed_token_ids: Annotated[Any, only([])] = None
+    structured_outputs: Annotated[Any, only()] = None
+    prompt_logprobs: Annotated[Any, only()] = None
+    truncate_prompt_tokens: Annotated[Any, only()] = None
+    use_beam_search: Annotated[Any, only(False)] = None
+    skip_special_tokens: Annotated[Any, only(True)] = None
+    include_stop_str_in_output: Annotated[Any, only(False)] = None
+    echo: Annotated[Any, only(False)] = None
 
     @field_validator("stream_options")
     @classmethod
@@ -247,26 +279,64 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     thinking: ThinkingSwitch | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     """`none` turns thinking off."""
+    chat_template_kwargs: TemplateOptions | None = None
+    """Counts where `thinking` and `reasoning_effort` are unset."""
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    """Unset: `auto`."""
+    parallel_tool_calls: bool | None = None
+    """false: the reply ends after its first call."""
 
-    tools: Annotated[Any, _only([])] = None
-    tool_choice: Annotated[Any, _only("none", "auto")] = None
-    functions: Annotated[Any, _only([])] = None
-    function_call: Annotated[Any, _only("none", "auto")] = None
-    response_format: Annotated[Any, _only({"type": "text"})] = None
-    modalities: Annotated[Any, _only(["text"])] = None
-    audio: Annotated[Any, _only()] = None
-    prediction: Annotated[Any, _only()] = None
-    web_search_options: Annotated[Any, _only()] = None
-    chat_template_kwargs: Annotated[Any, _only({})] = None
-    continue_final_message: Annotated[Any, _only(False)] = None
-    add_generation_prompt: Annotated[Any, _only(True)] = None
+    functions: Annotated[Any, only([])] = None
+    function_call: Annotated[Any, only("none", "auto")] = None
+    response_format: Annotated[Any, only({"type": "text"})] = None
+    modalities: Annotated[Any, only(["text"])] = None
+    audio: Annotated[Any, only()] = None
+    prediction: Annotated[Any, only()] = None
+    web_search_options: Annotated[Any, only()] = None
+    continue_final_message: Annotated[Any, only(False)] = None
+    add_generation_prompt: Annotated[Any, only(True)] = None
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _check_has_tool(cls, value: str | NamedTool | None, info: ValidationInfo) -> str | NamedTool | None:
+        names = {tool.function.name for tool in info.data.get("tools") or []}
+        if value == "required" and not names and "tools" in info.data:
+            raise PydanticCustomError("missing_tools", "It needs `tools`")
+        if isinstance(value, NamedTool) and value.function.name not in names and "tools" in info.data:
+            raise PydanticCustomError("unknown_tool", "No function in `tools` has this name")
+        return value
 
     @field_validator("top_logprobs")
     @classmethod
     def _check_has_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
         return _check_needs("logprobs", value, info)
+
+    @property
+    def max_calls(self) -> int | None:
+        """Tool calls that the reply may have; None: any number."""
+        if not self.tools or self.tool_choice == "none":
+            return 0
+        return 1 if self.parallel_tool_calls is False else None
+
+    @property
+    def effort(self) -> str | int | None:
+        """`reasoning_effort`, wherever it stands."""
+        options = self.chat_template_kwargs
+        return self.reasoning_effort or (options.reasoning_effort if options else None)
+
+    @property
+    def thinking_type(self) -> str | None:
+        """The vendor's word for whether to think, if the request says so."""
+        if self.thinking:
+            return self.thinking.type
+        options = self.chat_template_kwargs
+        if options is None:
+            return None
+        is_wanted = options.enable_thinking if options.thinking is None else options.thinking
+        return None if is_wanted is None else "enabled" if is_wanted else "disabled"
 
     @property
     def num_logprobs(self) -> int | None:
@@ -295,8 +365,8 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool | None = None
     """Put the begin-of-sentence token in front of a text. Unset: yes."""
 
-    best_of: Annotated[Any, _only(1)] = None
-    suffix: Annotated[Any, _only("")] = None
+    best_of: Annotated[Any, only(1)] = None
+    suffix: Annotated[Any, only("")] = None
 
     @property
     def default_max_tokens(self) -> int | None:
@@ -325,10 +395,6 @@ class CompletionRequest(GenerationRequest):
 # --- responses ---
 
 
-class ResponsePart(BaseModel):
-    """Base of what the server sends."""
-
-
 class CompletionTokensDetails(ResponsePart):
     """What the reply's tokens were spent on."""
 
@@ -341,7 +407,7 @@ class Usage(ResponsePart):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    completion_tokens_details: CompletionTokensDetails | None = Field(default=None, exclude_if=_is_none)
+    completion_tokens_details: CompletionTokensDetails | None = Field(default=None, exclude_if=is_none)
 
 
 class TopLogprob(ResponsePart):
@@ -362,7 +428,7 @@ class ChatLogprobs(ResponsePart):
     """Log-probabilities of the tokens whose text stands beside this."""
 
     content: list[ChatTokenLogprob] | None = None
-    reasoning_content: list[ChatTokenLogprob] | None = Field(default=None, exclude_if=_is_none)
+    reasoning_content: list[ChatTokenLogprob] | None = Field(default=None, exclude_if=is_none)
     refusal: None = None
 
 
@@ -370,8 +436,10 @@ class ChatReplyMessage(ResponsePart):
     """The assistant's whole message."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
-    reasoning_content: str | None = Field(default=None, exclude_if=_is_none)
+    content: str | None
+    """null: there are tool calls and nothing else."""
+    reasoning_content: str | None = Field(default=None, exclude_if=is_none)
+    tool_calls: list[ReplyCall] | None = Field(default=None, exclude_if=is_none)
     refusal: None = None
 
 
@@ -398,9 +466,10 @@ class ChatCompletion(ResponsePart):
 class ChatDelta(ResponsePart):
     """What a chunk adds to the message."""
 
-    role: Literal["assistant"] | None = Field(default=None, exclude_if=_is_none)
-    content: str | None = Field(default=None, exclude_if=_is_none)
-    reasoning_content: str | None = Field(default=None, exclude_if=_is_none)
+    role: Literal["assistant"] | None = Field(default=None, exclude_if=is_none)
+    content: str | None = Field(default=None, exclude_if=is_none)
+    reasoning_content: str | None = Field(default=None, exclude_if=is_none)
+    tool_calls: list[CallDelta] | None = Field(default=None, exclude_if=is_none)
 
 
 class ChatChunkChoice(ResponsePart):

@@ -19,11 +19,24 @@ from tokenizers.pre_tokenizers import ByteLevel
 from deployment.errors import SettingsError
 
 REPLY_MARKERS = (
-    recipe.SpecialToken.ThinkingStart,
     recipe.SpecialToken.ThinkingEnd,
     recipe.SpecialToken.Dsml,
 )
 """Control tokens that structure a chat reply: the reply parser needs to see them."""
+
+PROMPT_MARKERS = (
+    recipe.SpecialToken.Bos,
+    recipe.SpecialToken.Eos,
+    recipe.SpecialToken.ThinkingStart,
+    recipe.SpecialToken.System,
+    recipe.SpecialToken.User,
+    recipe.SpecialToken.Assistant,
+    recipe.SpecialToken.LatestReminder,
+)
+"""Control tokens that structure a prompt: in a chat reply they mean nothing, whether flagged special or not."""
+
+DEFAULT_EFFORT = "Reasoning Effort: 75 "
+"""What a rendered prompt of the effort `high` says after its first two control tokens."""
 
 
 class Tokenizer:
@@ -42,8 +55,11 @@ class Tokenizer:
         self._hidden_ids = frozenset(
             id_ for id_, token in whole.get_added_tokens_decoder().items() if token.special
         )
-        marker_ids = (whole.token_to_id(marker.default_str()) for marker in REPLY_MARKERS)
-        self._marker_ids = frozenset(id_ for id_ in marker_ids if id_ is not None)
+        self._control_ids = {
+            token: id_ for id_, added in whole.get_added_tokens_decoder().items() if (token := added.content)
+        }
+        self._marker_ids = self._ids_of(REPLY_MARKERS)
+        self._hidden_in_chat_ids = (self._hidden_ids | self._ids_of(PROMPT_MARKERS)) - self._marker_ids
         self._bos_id = _check_control_tokens(whole, self._conversation_encoding)
 
     @classmethod
@@ -71,10 +87,37 @@ class Tokenizer:
         bos_ids = [self._bos_id] if add_bos else []
         return [*bos_ids, *encoding.ids]
 
-    def encode_conversation(self, conversation: recipe.Conversation) -> list[int]:
-        """Token ids of a chat prompt."""
-        token_ids: list[int] = self._conversation_encoding.encode(conversation)
+    def encode_conversation(
+        self, conversation: recipe.Conversation, *, effort: int | None = None
+    ) -> list[int]:
+        """Token ids of a chat prompt.
+
+        Args:
+            conversation: what to render.
+            effort: takes the place of the effort `high`, which the conversation then has if it has any.
+        """
+        if effort is None or not conversation.thinking_mode:
+            token_ids: list[int] = self._conversation_encoding.encode(conversation)
+            return token_ids
+        rendered = self._conversation_encoding.render_conversation(conversation)
+        return self._encode_rendered(rendered.prompt, rendered.special_ranges, effort)
+
+    def _encode_rendered(self, prompt: str, ranges: list[tuple[int, int]], effort: int) -> list[int]:
+        """Token ids of a rendered prompt, with another effort in its first text."""
+        begins_of_text = [end for _, end in ranges]
+        ends_of_text = [*(begin for begin, _ in ranges[1:]), len(prompt)]
+        texts = [prompt[begin:end] for begin, end in zip(begins_of_text, ends_of_text, strict=True)]
+        assert texts[1].startswith(DEFAULT_EFFORT), f"{texts[1][:40]=}"
+        texts[1] = f"Reasoning Effort: {effort} " + texts[1].removeprefix(DEFAULT_EFFORT)
+        token_ids = []
+        for (begin, end), text in zip(ranges, texts, strict=True):
+            token_ids.append(self._control_ids[prompt[begin:end]])
+            token_ids += self.encode_text(text, add_bos=False)
         return token_ids
+
+    def _ids_of(self, tokens: Iterable[recipe.SpecialToken]) -> frozenset[int]:
+        ids = (self._control_ids.get(token.default_str()) for token in tokens)
+        return frozenset(id_ for id_ in ids if id_ is not None)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token stands for: a control token its spelling, an id without a token nothing."""
@@ -82,8 +125,8 @@ class Tokenizer:
 
     def text_bytes(self, token_id: int, *, show_markers: bool = False) -> bytes:
         """What a token adds to the text of a reply: control tokens nothing, except the markers if wanted."""
-        is_shown = token_id not in self._hidden_ids or (show_markers and token_id in self._marker_ids)
-        return self.token_bytes(token_id) if is_shown else b""
+        hidden_ids = self._hidden_in_chat_ids if show_markers else self._hidden_ids
+        return b"" if token_id in hidden_ids else self.token_bytes(token_id)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of whole replies, control tokens left out."""

@@ -123,12 +123,18 @@ def refusal(error: RequestError) -> list[RequestOutput]:
     return [RequestOutput("", finish_reason="error", error=error)]
 
 
-def create_app(engine: FakeEngine, *, tokenizer: Tokenizer | None = None, **config: object) -> Starlette:
+def create_app(
+    engine: FakeEngine,
+    *,
+    tokenizer: Tokenizer | None = None,
+    max_model_len: int = MAX_MODEL_LEN,
+    **config: object,
+) -> Starlette:
     return build_api(
         engine,
         tokenizer or tiny_tokenizer(),
         ApiConfig.model_validate({"model_name": MODEL, "thinks_by_default": False, **config}),
-        ModelFacts(max_model_len=MAX_MODEL_LEN, vocab_size=TINY_VOCAB_SIZE),
+        ModelFacts(max_model_len=max_model_len, vocab_size=TINY_VOCAB_SIZE),
         now=lambda: NOW,
         draw_seed=lambda: SEED,
     )

@@ -39,6 +39,7 @@ def refused_field(model: type[BaseModel], body: dict[str, object]) -> str:
     return field_name(caught.value.errors()[0]["loc"])
 
 
+CALL = {"id": "x", "function": {"name": "f", "arguments": "{}"}}
 COMMON_MISTAKES: list[tuple[dict[str, object], str]] = [
     ({"model": None}, "model"),
     ({"model": 3}, "model"),
@@ -143,8 +144,10 @@ def test_a_mistake_is_refused_by_its_name(fields: dict[str, object], field: str)
         (message(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0].content[0].type"),
         (message(reasoning_content=3), "messages[0].reasoning_content"),
         (message(role="assistant", content=None), "messages[0].content"),
-        (message(role="assistant", tool_calls=[{"id": "x"}]), "messages[0].tool_calls"),
-        (message(role="tool", tool_call_id="x"), "messages[0].role"),
+        (message(role="assistant", tool_calls=[{"id": "x"}]), "messages[0].tool_calls[0].function"),
+        (message(role="user", tool_calls=[CALL]), "messages[0].tool_calls"),
+        (message(role="tool"), "messages[0].tool_call_id"),
+        (message(role="tool", tool_call_id="x", content=None), "messages[0].content"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"logprobs": 1}, "logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -154,7 +157,21 @@ def test_a_mistake_is_refused_by_its_name(fields: dict[str, object], field: str)
         ({"thinking": True}, "thinking"),
         ({"thinking": {"type": "sometimes"}}, "thinking.type"),
         ({"reasoning_effort": "extreme"}, "reasoning_effort"),
-        ({"reasoning_effort": 50}, "reasoning_effort"),
+        ({"reasoning_effort": 0}, "reasoning_effort"),
+        ({"reasoning_effort": 101}, "reasoning_effort"),
+        ({"reasoning_effort": True}, "reasoning_effort"),
+        ({"reasoning_effort": 1.5}, "reasoning_effort"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": 3}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
+        ({"chat_template_kwargs": {"thinking": "yes"}}, "chat_template_kwargs.thinking"),
+        ({"chat_template_kwargs": {"tone": "warm"}}, "chat_template_kwargs.tone"),
     ],
 )
 def test_a_mistake_in_a_chat_request_is_refused_by_its_name(fields: dict[str, object], field: str):
@@ -203,8 +220,6 @@ def test_what_is_not_supported_is_refused_by_its_name(fields: dict[str, object])
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [{"type": "function", "function": {"name": "f"}}]},
-        {"tool_choice": "required"},
         {"functions": [{"name": "f"}]},
         {"function_call": {"name": "f"}},
         {"response_format": {"type": "json_object"}},
@@ -213,7 +228,6 @@ def test_what_is_not_supported_is_refused_by_its_name(fields: dict[str, object])
         {"audio": {"voice": "x", "format": "wav"}},
         {"prediction": {"type": "content", "content": "a"}},
         {"web_search_options": {}},
-        {"chat_template_kwargs": {"thinking": True}},
         {"continue_final_message": True},
         {"add_generation_prompt": False},
     ],

@@ -92,9 +92,28 @@ def test_control_tokens_add_no_text():
 
 def test_markers_can_be_shown_and_other_control_tokens_stay_hidden():
     detokenizer = Detokenizer(tiny_tokenizer(), show_markers=True)
-    markers = ["<think>", "</think>", "｜DSML｜"]
+    markers = ["</think>", "｜DSML｜"]
     assert [detokenizer.push(control_id(marker)) for marker in markers] == markers
-    assert detokenizer.push(control_id("<｜User｜>")) == ""
+    assert [detokenizer.push(control_id(hidden)) for hidden in ("<｜User｜>", "<think>")] == ["", ""]
+
+
+@pytest.mark.parametrize("tokenizer", [tiny_tokenizer(), merging_tokenizer()], ids=["tiny", "merging"])
+def test_no_control_token_of_a_prompt_is_part_of_a_chat_reply(tokenizer: Tokenizer):
+    token_ids = tokenizer.encode_conversation(recipe.Conversation([recipe.UserMessage("")]), effort=3)
+    shown = [tokenizer.text_bytes(token_id, show_markers=True) for token_id in token_ids]
+    line = "Reasoning Effort: 3 (range 1-100, the higher the value, the more thorough the reasoning)"
+    assert b"".join(shown).decode() == line + "\n\n"
+
+
+@pytest.mark.parametrize("tokenizer", [tiny_tokenizer(), merging_tokenizer()], ids=["tiny", "merging"])
+@settings(deadline=None)
+@given(text=HOSTILE_TEXT)
+def test_a_numbered_effort_changes_nothing_but_its_line(tokenizer: Tokenizer, text: str):
+    messages = [recipe.SystemMessage(text), recipe.UserMessage(text), recipe.AssistantMessage(text)]
+    conversation = recipe.Conversation([*messages, messages[1]], reasoning_effort="high")
+    assert tokenizer.encode_conversation(conversation, effort=75) == tokenizer.encode_conversation(
+        conversation
+    )
 
 
 def test_an_id_without_a_token_is_nothing():
