@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from kernels import activation as activation_kernel
-from kernels import linear as linear_kernel
-from kernels import router as router_kernel
 from kernels.reference import (
     activation,
     attention,
@@ -50,20 +46,8 @@ class Operators:
     swiglu_q8: Callable[..., Tensor]
 
 
-def create_operators(numerics: Numerics, device: torch.device) -> Operators:
-    """The kernels where there are any that compute as `numerics` says, otherwise the reference."""
-    operators = _reference(numerics)
-    if device.type == "cuda" and numerics.accumulate == torch.float32:
-        operators = replace(
-            operators,
-            linear=linear_kernel.linear,
-            choose_experts=router_kernel.choose_experts,
-            swiglu_q8=activation_kernel.swiglu_q8,
-        )
-    return operators
-
-
-def _reference(numerics: Numerics) -> Operators:
+def create_operators(numerics: Numerics) -> Operators:
+    """The reference in the arithmetic of `numerics`, on any device."""
     accumulate = numerics.accumulate
     return Operators(
         linear=partial(linear.linear, accumulate=accumulate),

@@ -70,7 +70,7 @@ class Transformer:
         self.numerics = numerics
         self.caches = caches
         device = weights.embed.device
-        self.operators = create_operators(numerics, device)
+        self.operators = create_operators(numerics)
         self.attention = Attention(
             config, caches, collectives, self.operators, numerics.accumulate, device, probe
         )
