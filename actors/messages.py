@@ -24,6 +24,8 @@ import msgspec
 from placement.adaptation import AdaptationSettings
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Priority = Literal["interactive", "batch"]
+"""Batch work takes what interactive work leaves, and gives it back when asked."""
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -170,6 +172,7 @@ class AddRequest(Message, frozen=True, tag=True):
     stop_token_ids: list[int] = []
     """Generation ends when one of these is sampled; the token itself is reported."""
     ignore_eos: bool = False
+    priority: Priority = "interactive"
 
 
 class AbortRequest(Message, frozen=True, tag=True):

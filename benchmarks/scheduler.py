@@ -37,6 +37,7 @@ def create_scheduler(num_seqs: int, context: int, steps: int) -> Scheduler:
         block_size=BLOCK_SIZE,
         num_blocks=1 + num_seqs * (max_model_len // BLOCK_SIZE + 2),
         max_waiting_requests=0,
+        max_batch_wait_s=600.0,
         history_len=3,
     )
     scheduler = Scheduler(limits, eos_token_id=1)

@@ -186,6 +186,7 @@ class _Api:
             max_tokens=self._max_tokens(body, len(prompt_token_ids)),
             stop_token_ids=body.stop_token_ids or [],
             ignore_eos=bool(body.ignore_eos),
+            priority=body.priority,
         )
 
     def _header(self, request: AddRequest) -> ReplyHeader:

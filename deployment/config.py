@@ -28,7 +28,10 @@ class SchedulerConfig(BaseModel):
     than one such sequence, or an eighth of the memory that weights and workspace leave, or what resident pages leave,
     whichever is most (`python -m placement.memory` tells)."""
     max_waiting_requests: int = Field(default=256, ge=0)
-    """Requests that may wait for admission; more are refused at once with 429 and Retry-After."""
+    """Requests that may wait for admission; more are refused at once with 429 and Retry-After. Batch requests that
+    wait keep no interactive one out."""
+    max_batch_wait_s: float = Field(default=600.0, gt=0)
+    """A batch request that has got no token for so many seconds becomes interactive."""
 
 
 class ApiConfig(BaseModel):

@@ -6,6 +6,8 @@ tokens.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Protocol
 
 from actors.messages import (
@@ -37,9 +39,18 @@ class Executor(Protocol):
 
 
 class Engine:
-    """Turns requests into tokens, a step at a time."""
+    """Turns requests into tokens, a step at a time.
 
-    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+    Args:
+        scheduler: chooses what a step computes.
+        executor: computes it.
+        clock: seconds since any fixed moment; never goes back.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
         self._scheduler = scheduler
         self._executor = executor
         self._num_steps = 0
@@ -52,7 +63,7 @@ class Engine:
 
     def add(self, request: AddRequest) -> RequestError | None:
         """Take a request. Returns: None, or why it is refused."""
-        return self._scheduler.add(request)
+        return self._scheduler.add(request, self._clock())
 
     def abort(self, request_id: str) -> None:
         """Drop a request, whatever its state; an id that is not open is ignored."""
@@ -64,7 +75,7 @@ class Engine:
         Returns: the news of every request that has any.
         Raises: ShardsLostError; the engine is of no more use then.
         """
-        step_input = self._scheduler.schedule()
+        step_input = self._scheduler.schedule(self._clock())
         if step_input is None:
             self._executor.check()
             return []

@@ -44,6 +44,10 @@ class KVBlocks:
         """Whether the request's blocks hold `num_tokens` tokens."""
         return num_tokens <= len(self._tables[request_id]) * self._block_size
 
+    def num_owned(self, request_id: str) -> int:
+        """Blocks that the request owns."""
+        return len(self._tables[request_id])
+
     def block_table(self, request_id: str) -> bytes:
         """The request's blocks in the order of its positions, int32 each."""
         return self._tables[request_id].tobytes()

@@ -25,6 +25,7 @@ class SchedulerLimits:
     num_blocks: int
     """Blocks on every shard, the null block included."""
     max_waiting_requests: int
+    max_batch_wait_s: float
     history_len: int
     """True tokens before a step's first row that a shard needs."""
 
@@ -57,5 +58,6 @@ class SchedulerLimits:
             block_size=config.block_size,
             num_blocks=config.num_blocks or 1 + blocks_of_all,
             max_waiting_requests=config.max_waiting_requests,
+            max_batch_wait_s=config.max_batch_wait_s,
             history_len=model.engram_max_ngram_size - 1,  # an n-gram ends at its row
         )

@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from actors.messages import SamplingParams
+from actors.messages import Priority, SamplingParams
 from deployment.openai_base import RequestPart, ResponsePart, is_none, only
 from deployment.tool_types import CallDelta, HistoryCall, NamedTool, ReplyCall, Tool, ToolChoice
 
@@ -202,6 +202,8 @@ class GenerationRequest(RequestPart):
     """Go on when the model ends its turn."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    """`flex` runs when nothing more urgent does; the others are all the same here."""
 
     n: Annotated[Any, only(1)] = None
     frequency_penalty: Annotated[Any, only(0, 0.0)] = None
@@ -228,6 +230,11 @@ class GenerationRequest(RequestPart):
     def stop_strings(self) -> list[str]:
         """`stop` as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def priority(self) -> Priority:
+        """Whether somebody waits for the answer."""
+        return "batch" if self.service_tier == "flex" else "interactive"
 
     @property
     def include_usage(self) -> bool:

@@ -13,7 +13,7 @@ class RequestStatus(enum.Enum):
     WAITING = "waiting"
     """Holds no memory: new, or preempted."""
     RUNNING = "running"
-    """Holds a state slot and KV blocks, and has rows in every step."""
+    """Holds a state slot and KV blocks, and has rows in every step that has room for them."""
     ABORTING = "aborting"
     """Nobody wants it any more, but the step in flight still writes to its slot and blocks."""
     FINISHED = "finished"
@@ -54,10 +54,15 @@ class Request:
     - `0 <= num_computed_tokens < num_tokens`;
     - there is room for another token: `num_tokens < max_num_tokens`;
     - a waiting request has nothing computed.
+
+    A batch request may become interactive, never the other way.
     """
 
     __slots__ = (
+        "is_batch",
+        "last_token_s",
         "max_num_tokens",
+        "number",
         "num_computed_tokens",
         "num_prompt_tokens",
         "request_id",
@@ -67,8 +72,19 @@ class Request:
         "token_ids",
     )
 
-    def __init__(self, message: AddRequest, *, eos_token_id: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        message: AddRequest,
+        *,
+        eos_token_id: int,
+        max_model_len: int,
+        number: int = 0,
+        arrival_s: float = 0.0,
+    ) -> None:
         self.request_id = message.request_id
+        self.is_batch = message.priority == "batch"
+        self.number = number
+        self.last_token_s = arrival_s
         self.sampling = message.sampling
         self.status = RequestStatus.WAITING
         self.token_ids = list(message.prompt_token_ids)
@@ -81,6 +97,16 @@ class Request:
     def __repr__(self) -> str:
         computed = f"{self.num_computed_tokens}/{self.num_tokens}"
         return f"Request({self.request_id!r}, {self.status.value}, computed {computed})"
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """The smaller, the sooner it is served."""
+        return self.is_batch, self.number
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether one token is to be computed; otherwise the request is in its prompt."""
+        return len(self.token_ids) - self.num_computed_tokens == 1
 
     @property
     def num_tokens(self) -> int:
@@ -103,6 +129,12 @@ class Request:
         self.status = status
         if status is RequestStatus.WAITING:
             self.num_computed_tokens = 0
+
+    def make_interactive(self, number: int) -> None:
+        """Let a batch request stand behind the interactive ones that there are, under a number of its own."""
+        assert self.is_batch, f"{self!r} is interactive already"
+        self.is_batch = False
+        self.number = number
 
     def append(self, token_id: int) -> FinishReason | None:
         """Take a sampled token and say whether the request ends with it.

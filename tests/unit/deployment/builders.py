@@ -13,24 +13,25 @@ EOS = 1
 _ids = itertools.count()
 
 
-def create_limits(**changes: int) -> SchedulerLimits:
-    values = {
+def create_limits(**changes: Any) -> SchedulerLimits:
+    values: dict[str, Any] = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
         "max_model_len": 64,
         "block_size": 4,
         "num_blocks": 65,
         "max_waiting_requests": 100,
+        "max_batch_wait_s": 100.0,
         "history_len": 3,
     }
     return SchedulerLimits(**(values | changes))
 
 
-def create_scheduler(**limits: int) -> Scheduler:
+def create_scheduler(**limits: Any) -> Scheduler:
     return Scheduler(create_limits(**limits), eos_token_id=EOS)
 
 
-def create_engine(**limits: int) -> Engine:
+def create_engine(**limits: Any) -> Engine:
     scheduler = create_scheduler(**limits)
     return Engine(scheduler, FakeExecutor(scheduler.limits.block_size))
 

@@ -510,3 +510,11 @@ async def test_no_body_whatsoever_is_a_server_error(route: str, body: bytes):
     assert response.status_code in (200, 400, 404), response.text
     if response.status_code != 200:
         assert error_of(response)["param"]
+
+
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
+async def test_the_flex_tier_reaches_the_engine_as_batch_work(route: str):
+    engine = create_engine()
+    await post_json(engine, route, service_tier="flex")
+    await post_json(engine, route)
+    assert [request.priority for request in engine.requests] == ["batch", "interactive"]

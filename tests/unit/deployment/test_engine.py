@@ -88,6 +88,19 @@ def test_shutdown_stops_the_executor():
     assert executor.is_shut_down
 
 
+def test_a_batch_request_grows_old_by_the_clock_of_the_engine():
+    scheduler = create_scheduler(max_num_seqs=1, max_batch_wait_s=10.0)
+    now_s = 5.0
+    engine = Engine(scheduler, FakeExecutor(block_size=4), clock=lambda: now_s)
+    batch = create_request(max_tokens=1, priority="batch")
+    engine.add(batch)
+    news = []
+    for now_s in (5.0, 14.0, 15.0, 16.0):
+        engine.add(create_request(max_tokens=1))
+        news.append(output_tokens(engine.step(), batch))
+    assert news == [[], [], [], solo_tokens(batch)]
+
+
 def test_log_probabilities_pass_through():
     class LogprobExecutor(FakeExecutor):
         def execute(self, step: StepInput) -> StepOutput:
@@ -130,6 +143,7 @@ def arrivals(draw: st.DrawFn) -> list[tuple[int, AddRequest]]:
                 prompt_token_ids=[(number + i) % 11 + 2 for i in range(prompt)],
                 sampling=SamplingParams(seed=number),
                 max_tokens=max_tokens,
+                priority="batch" if number % 3 == 1 else "interactive",
             ),
         )
         for number, (step, prompt, max_tokens) in enumerate(sorted(shapes))

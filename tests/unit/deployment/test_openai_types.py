@@ -345,3 +345,12 @@ def test_requests_cannot_be_changed_after_validation():
     with pytest.raises(ValidationError, match="frozen"):
         chat().temperature = 3.0  # type: ignore[misc]
     assert RequestPart.model_config["strict"]
+
+
+@pytest.mark.parametrize(
+    ("tier", "priority"),
+    [(None, "interactive"), ("auto", "interactive"), ("priority", "interactive"), ("flex", "batch")],
+)
+def test_the_flex_tier_is_batch_work(tier: str | None, priority: str):
+    for kind, body in ((ChatCompletionRequest, CHAT), (CompletionRequest, COMPLETION)):
+        assert kind.model_validate(body | {"service_tier": tier}).priority == priority

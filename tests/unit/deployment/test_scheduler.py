@@ -368,7 +368,7 @@ def max_steps(request: AddRequest, limits: dict[str, int]) -> int:
 
 
 class AnyTraffic(RuleBasedStateMachine):
-    """Adds, aborts, fails and steps requests in any order, under any limits.
+    """Adds, aborts, fails and steps requests of both priorities in any order, under any limits.
 
     After every rule the accounting is exact. Every token that a request got is the token it gets alone; at
     the end each request has ended once, in a bounded number of steps, and nothing is left.
@@ -383,6 +383,7 @@ class AnyTraffic(RuleBasedStateMachine):
         self.accepted: dict[str, AddRequest] = {}
         self.aborted: set[str] = set()
         self.ids = itertools.count()
+        self.now_s = 0.0
 
     @initialize(limits=LIMITS)
     def start(self, limits: dict[str, int]) -> None:
@@ -397,6 +398,7 @@ class AnyTraffic(RuleBasedStateMachine):
         seed=st.integers(0, 3),
         stop_token_ids=st.lists(st.integers(0, 12), max_size=1),
         ignore_eos=st.booleans(),
+        priority=st.sampled_from(["interactive", "batch"]),
     )
     def add(self, prompt: list[int], max_tokens: int, **options: object) -> AddRequest:
         request = AddRequest(
@@ -406,7 +408,7 @@ class AnyTraffic(RuleBasedStateMachine):
             max_tokens=max_tokens,
             **options,
         )
-        if self.scheduler.add(request) is None:
+        if self.scheduler.add(request, self.now_s) is None:
             self.accepted[request.request_id] = request
         return request
 
@@ -415,10 +417,14 @@ class AnyTraffic(RuleBasedStateMachine):
         self.scheduler.abort(request.request_id)
         self.aborted.add(request.request_id)
 
+    @rule(seconds=st.floats(0, 80))
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+
     @precondition(lambda self: self.in_flight is None)
     @rule()
     def schedule(self) -> None:
-        self.in_flight = self.scheduler.schedule()
+        self.in_flight = self.scheduler.schedule(self.now_s)
 
     @precondition(lambda self: self.in_flight is not None)
     @rule(failing=st.sampled_from([None, None, None, 0, 1]))
@@ -444,7 +450,9 @@ class AnyTraffic(RuleBasedStateMachine):
     def teardown(self) -> None:
         if self.in_flight is not None:
             self.update(None)
+        # Each admission may throw one request before it back.
         bound = sum(max_steps(request, self.limits) for request in self.accepted.values())
+        bound *= 1 + len(self.accepted)
         self.outputs += drain(self.scheduler, self.executor, bound + 1)
         assert self.scheduler.num_free_blocks == self.limits["num_blocks"] - 1
         for request in self.accepted.values():
@@ -481,3 +489,142 @@ def test_every_request_finishes_within_the_steps_it_needs_as_the_oldest(
     outputs = drain(scheduler, executor, 1 + sum(max_steps(request, limits) for request in requests))
     for request in requests:
         assert output_tokens(outputs, request) == solo_tokens(request, limits["max_model_len"])
+
+
+def batch_request(prompt: int = 3, **changes: object) -> AddRequest:
+    return create_request(prompt, priority="batch", **changes)
+
+
+def test_interactive_requests_are_admitted_before_batch_requests_that_came_earlier():
+    scheduler, executor = create(max_num_seqs=1)
+    batch, interactive = batch_request(max_tokens=1), create_request(max_tokens=1)
+    add_all(scheduler, [batch, interactive])
+    finished = [output.request_id for output in drain(scheduler, executor)]
+    assert finished == [interactive.request_id, batch.request_id]
+    assert scheduler.num_preemptions == 0
+
+
+def test_batch_work_fills_the_rows_that_interactive_work_leaves():
+    scheduler, executor = create(max_num_batched_tokens=8)
+    add_all(scheduler, [batch_request(20), create_request(5)])
+    assert rows(scheduler.schedule()) == [5, 3]
+
+
+def test_a_batch_request_without_rows_keeps_its_memory_and_goes_on_where_it_was():
+    scheduler, executor = create(max_num_batched_tokens=4)
+    batch = batch_request(3, max_tokens=9)
+    scheduler.add(batch)
+    outputs = step(scheduler, executor)
+    scheduler.add(create_request(8, max_tokens=1))
+    outputs += step(scheduler, executor)
+    outputs += step(scheduler, executor)
+    assert [rows(step_input) for step_input in executor.steps] == [[3], [4], [4]]
+    outputs += drain(scheduler, executor)
+    assert scheduler.num_preemptions == 0
+    assert output_tokens(outputs, batch) == solo_tokens(batch)
+
+
+@pytest.mark.parametrize("limits", [{"max_num_seqs": 1}, {"num_blocks": 17}], ids=["slots", "blocks"])
+def test_a_batch_request_yields_its_memory_at_once_and_loses_no_token(limits: dict[str, int]):
+    scheduler, executor = create(**limits)
+    batch, interactive = batch_request(10, max_tokens=20), create_request(10, max_tokens=20)
+    if "num_blocks" in limits:
+        interactive = create_request(56, max_tokens=2)
+    scheduler.add(batch)
+    outputs = step(scheduler, executor) + step(scheduler, executor)
+    scheduler.add(interactive)
+    outputs += step(scheduler, executor)
+    assert scheduler.num_preemptions == 1
+    assert executor.steps[-1].sequences[0].token_ids == interactive.prompt_token_ids[:16]
+    outputs += drain(scheduler, executor)
+    for request in (batch, interactive):
+        assert output_tokens(outputs, request) == solo_tokens(request)
+
+
+def test_batch_requests_keep_their_memory_if_all_of_it_would_not_let_the_interactive_one_in():
+    scheduler, executor = create(max_num_batched_tokens=64, num_blocks=20)
+    add_all(scheduler, [create_request(36, max_tokens=9), batch_request(4, max_tokens=9)])
+    step(scheduler, executor)
+    scheduler.add(create_request(40))
+    step(scheduler, executor)
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_preemptions) == (2, 1, 0)
+
+
+def test_no_batch_request_is_admitted_while_an_interactive_one_waits():
+    scheduler, executor = create(max_num_batched_tokens=64, num_blocks=20)
+    scheduler.add(create_request(36, max_tokens=9))
+    step(scheduler, executor)
+    add_all(scheduler, [create_request(40), batch_request(1)])
+    step(scheduler, executor)
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 2)
+
+
+def test_when_blocks_run_out_batch_requests_are_preempted_before_newer_interactive_ones():
+    scheduler, executor = create(max_num_seqs=2, block_size=4, num_blocks=7, max_model_len=21)
+    batch, interactive = batch_request(4, max_tokens=14), create_request(4, max_tokens=14)
+    add_all(scheduler, [batch, interactive])
+    outputs = drain(scheduler, executor)
+    assert scheduler.num_preemptions >= 1
+    finished = [output.request_id for output in outputs if output.finish_reason]
+    assert finished == [interactive.request_id, batch.request_id]
+
+
+def feed(scheduler: Scheduler, executor: FakeExecutor, seconds: range) -> list[RequestOutput]:
+    """Steps a second apart, with an interactive request before each that takes all slots and most rows."""
+    outputs = []
+    for second in seconds:
+        scheduler.add(create_request(16, max_tokens=1), second)
+        step_input = scheduler.schedule(second)
+        assert step_input is not None
+        outputs += scheduler.update(executor.execute(step_input))
+        scheduler.check_integrity()
+    return outputs
+
+
+@pytest.mark.parametrize("wait_s", [5, 20])
+def test_a_batch_request_waits_no_longer_than_it_may(wait_s: int):
+    scheduler, executor = create(max_num_seqs=1, max_batch_wait_s=wait_s)
+    batch = batch_request(max_tokens=1)
+    scheduler.add(batch, 0.0)
+    assert output_tokens(feed(scheduler, executor, range(wait_s)), batch) == []
+    assert output_tokens(feed(scheduler, executor, range(wait_s, wait_s + 3)), batch) == solo_tokens(batch)
+
+
+def test_a_running_batch_request_that_gets_no_rows_grows_old_too():
+    scheduler, executor = create(max_batch_wait_s=5.0)
+    batch = batch_request(3, max_tokens=30)
+    scheduler.add(batch, 0.0)
+    outputs = scheduler.update(executor.execute(scheduler.schedule(0.0)))
+    outputs += feed(scheduler, executor, range(5))
+    assert len(output_tokens(outputs, batch)) == 1
+    outputs += feed(scheduler, executor, range(5, 8))
+    assert len(output_tokens(outputs, batch)) == 4
+    outputs += drain(scheduler, executor)
+    assert output_tokens(outputs, batch) == solo_tokens(batch)
+
+
+def test_waiting_batch_requests_keep_no_interactive_one_out():
+    scheduler, executor = create(max_num_seqs=2, max_waiting_requests=3)
+    add_all(scheduler, [batch_request() for _ in range(5)])
+    assert scheduler.add(batch_request()) is not None
+    step(scheduler, executor)
+    add_all(scheduler, create_requests(5))
+    for error in (scheduler.add(create_request()), scheduler.add(batch_request())):
+        assert error is not None
+        assert error.kind == "overloaded"
+
+
+def test_a_paused_request_that_is_aborted_in_flight_frees_its_memory_at_once():
+    scheduler, executor = create(max_num_batched_tokens=4)
+    batch = batch_request(3, max_tokens=9)
+    scheduler.add(batch)
+    step(scheduler, executor)
+    scheduler.add(create_request(8, max_tokens=1))
+    step_input = scheduler.schedule()
+    scheduler.abort(batch.request_id)
+    scheduler.check_integrity()
+    assert scheduler.num_running == 1
+    assert step_input is not None
+    scheduler.update(executor.execute(step_input))
+    drain(scheduler, executor)
+    assert scheduler.num_free_blocks == scheduler.limits.num_blocks - 1
