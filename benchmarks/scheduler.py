@@ -33,6 +33,8 @@ def create_scheduler(num_seqs: int, context: int, steps: int) -> Scheduler:
     limits = SchedulerLimits(
         max_num_seqs=num_seqs,
         max_num_batched_tokens=num_seqs * context,
+        max_itl_factor=2.0,
+        min_chunk_tokens=128,
         max_model_len=max_model_len,
         block_size=BLOCK_SIZE,
         num_blocks=1 + num_seqs * (max_model_len // BLOCK_SIZE + 2),
@@ -74,7 +76,7 @@ def measure(num_seqs: int, context: int, steps: int) -> dict[str, float]:
         encoded = time.perf_counter()
         output = reply(step)
         replied = time.perf_counter()
-        scheduler.update(output)
+        scheduler.update(output, 0.01)
         updated = time.perf_counter()
         scheduling_us.append((scheduled - start + updated - replied) * 1e6)
         encoding_us.append((encoded - scheduled) * 1e6)

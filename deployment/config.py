@@ -19,6 +19,13 @@ class SchedulerConfig(BaseModel):
     """Sequences running at once; also the number of window-ring slots on every shard."""
     max_num_batched_tokens: int = Field(default=256, ge=1)
     """Rows of one step over all sequences; a longer prompt is prefilled in chunks."""
+    max_itl_factor: float | None = Field(default=2.0, gt=1)
+    """While a prompt is prefilled beside interactive requests that decode, a step takes at most so many times what it
+    would take without the prompt: chunks are made as small as that asks for, from what steps took. Unset: chunks
+    always take all rows that are left."""
+    min_chunk_tokens: int = Field(default=128, ge=1)
+    """Chunks are not made smaller for `max_itl_factor`. Every chunk brings the cold pages of a layer across the link
+    again, so small ones make prompts slow."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt plus output, in tokens. Unset: the checkpoint's `max_position_embeddings`."""
     block_size: int = Field(default=32, ge=2, multiple_of=2)

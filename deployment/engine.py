@@ -75,13 +75,14 @@ class Engine:
         Returns: the news of every request that has any.
         Raises: ShardsLostError; the engine is of no more use then.
         """
-        step_input = self._scheduler.schedule(self._clock())
+        start_s = self._clock()
+        step_input = self._scheduler.schedule(start_s)
         if step_input is None:
             self._executor.check()
             return []
         step_output = self._executor.execute(step_input)
         self._count(step_output)
-        return self._scheduler.update(step_output)
+        return self._scheduler.update(step_output, self._clock() - start_s)
 
     def stats(self) -> EngineStats:
         """Where the engine stands after its last step."""

@@ -19,6 +19,8 @@ class SchedulerLimits:
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_itl_factor: float | None
+    min_chunk_tokens: int
     max_model_len: int
     """Longest prompt plus output; the newest token needs no KV."""
     block_size: int
@@ -54,6 +56,8 @@ class SchedulerLimits:
         return cls(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            max_itl_factor=config.max_itl_factor,
+            min_chunk_tokens=config.min_chunk_tokens,
             max_model_len=max_model_len,
             block_size=config.block_size,
             num_blocks=config.num_blocks or 1 + blocks_of_all,

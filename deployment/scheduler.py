@@ -5,8 +5,10 @@ A step has so many rows. They go, in this order, to
     interactive requests:  running ones that decode, running ones in their prompt, waiting ones
     batch requests:        running ones that decode, running ones in their prompt, waiting ones
 
-so that batch work fills what interactive work leaves. A running request without rows in a step keeps its memory and
-goes on later. Within a class requests are served in the order of their arrival.
+so that batch work fills what interactive work leaves. Beside interactive requests that decode, `PrefillChunks` says
+how many rows prompts get altogether, unless chunks are fixed; otherwise they get all that are left. A running request
+without rows in a step keeps its memory and goes on later. Within a class requests are served in the order of their
+arrival.
 
 - Admission takes from the front of a queue, when a slot is free, blocks for all known tokens are free, and rows are
   left. So a prefill that has begun never waits for memory. Batch requests are admitted only when no interactive one
@@ -40,6 +42,7 @@ from actors.messages import (
 )
 from deployment.kv_blocks import KVBlocks, StateSlots, num_blocks_for
 from deployment.limits import SchedulerLimits
+from deployment.prefill_chunks import PrefillChunks
 from deployment.request import Request, RequestStatus
 
 RETRY_AFTER_S = 1.0
@@ -52,10 +55,19 @@ _is_batch = operator.attrgetter("is_batch")
 class _Draft:
     """A step while it is put together."""
 
-    __slots__ = ("num_decodes", "num_prefill_rows", "num_rows_left", "requests", "sequences")
+    __slots__ = (
+        "num_decodes",
+        "num_prefill_rows",
+        "num_prefill_rows_left",
+        "num_rows_left",
+        "requests",
+        "sequences",
+    )
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows_left = num_rows
+        self.num_prefill_rows_left = num_rows
+        """Of those; they may be fewer."""
         self.num_decodes = 0
         self.num_prefill_rows = 0
         self.requests: list[Request] = []
@@ -90,7 +102,17 @@ class Scheduler:
         self._waiting: deque[Request] = deque()  # interactive
         self._waiting_batch: deque[Request] = deque()
         self._running: list[Request] = []
+        self._chunks = (
+            None
+            if limits.max_itl_factor is None
+            else PrefillChunks(
+                max_itl_factor=limits.max_itl_factor,
+                min_rows=limits.min_chunk_tokens,
+                max_rows=limits.max_num_batched_tokens,
+            )
+        )
         self._in_flight: StepInput | None = None
+        self._in_flight_kind = (0, 0)  # decodes and prompt rows of the step
         self._in_flight_requests: list[Request] = []  # one for each sequence of the step
         self._step_ids = itertools.count(1)
         self._numbers = itertools.count()
@@ -165,18 +187,28 @@ class Scheduler:
         self._make_old_ones_interactive()
         self._make_room()
         draft = _Draft(self.limits.max_num_batched_tokens)
-        self._draft_running(draft, self._running[: self._num_interactive()])
+        interactive = self._running[: self._num_interactive()]
+        in_prompt = self._draft_decodes(draft, interactive)
+        if draft.num_decodes:
+            self._limit_prefill(draft)
+        self._draft_prefills(draft, in_prompt)
         self._admit(draft, self._waiting)
-        self._draft_running(draft, self._running[self._num_interactive() :])
+        in_prompt = self._draft_decodes(draft, self._running[self._num_interactive() :])
+        self._draft_prefills(draft, in_prompt)
         if not self._waiting:
             self._admit(draft, self._waiting_batch)
         if draft.sequences:
             self._in_flight = StepInput(next(self._step_ids), draft.sequences)
             self._in_flight_requests = draft.requests
+            self._in_flight_kind = draft.num_decodes, draft.num_prefill_rows
         return self._in_flight
 
-    def update(self, step_output: StepOutput) -> list[RequestOutput]:
+    def update(self, step_output: StepOutput, step_s: float = 0.0) -> list[RequestOutput]:
         """Take the output of the step in flight.
+
+        Args:
+            step_output: of the shards.
+            step_s: what the step took; only chunks that are not fixed need that.
 
         Returns: the news of every request that has any.
         """
@@ -184,6 +216,8 @@ class Scheduler:
         assert step is not None, f"no step in flight, got the output of step {step_output.step_id}"
         assert step.step_id == step_output.step_id, f"{step.step_id=} {step_output.step_id=}"
         requests, self._in_flight, self._in_flight_requests = self._in_flight_requests, None, []
+        if self._chunks is not None:
+            self._chunks.observe(*self._in_flight_kind, step_s)
         num_open = len(self._requests)
         outputs: list[RequestOutput] = []
         for request, sequence, result in zip(requests, step.sequences, step_output.sequences, strict=True):
@@ -315,13 +349,13 @@ class Scheduler:
 
     def _admit(self, draft: _Draft, queue: deque[Request]) -> None:
         """Admit from the front of `queue` while rows, slots and blocks allow."""
-        while queue and draft.num_rows_left and self._make_way(queue[0]):
+        while queue and draft.num_prefill_rows_left and draft.num_rows_left and self._make_way(queue[0]):
             request = queue.popleft()
             self._kv.cover(request.request_id, request.num_tokens)
             self._slots.acquire(request.request_id)
             request.move_to(RequestStatus.RUNNING)
             bisect.insort(self._running, request, key=_rank)
-            self._draft_prefill(draft, request)
+            self._draft_prefills(draft, [request])
 
     def _make_way(self, request: Request) -> bool:
         """See to a slot and blocks for a waiting request, of running batch requests if it is interactive.
@@ -344,8 +378,15 @@ class Scheduler:
             self._preempt(self._running.pop())
         return True
 
-    def _draft_running(self, draft: _Draft, requests: Iterable[Request]) -> None:
-        """Give running requests rows while some are left: first those that decode, then those in their prompt."""
+    def _limit_prefill(self, draft: _Draft) -> None:
+        """Leave prompts as many rows as the interactive requests that decode can bear."""
+        if self._chunks is not None:
+            num_decodes = sum(request.is_decoding for request in self._running)
+            num_rows = self._chunks.num_rows(min(num_decodes, self.limits.max_num_batched_tokens))
+            draft.num_prefill_rows_left = min(num_rows, draft.num_prefill_rows_left)
+
+    def _draft_decodes(self, draft: _Draft, requests: Iterable[Request]) -> list[Request]:
+        """Give running requests that decode their row while rows are left. Returns: those in their prompt."""
         in_prompt = []
         for request in requests:
             if not request.is_decoding:
@@ -353,15 +394,17 @@ class Scheduler:
             elif draft.num_rows_left:
                 self._draft_rows(draft, request, 1)
                 draft.num_decodes += 1
-        for request in in_prompt:
-            self._draft_prefill(draft, request)
+        return in_prompt
 
-    def _draft_prefill(self, draft: _Draft, request: Request) -> None:
-        """Give a request its next chunk, if rows are left."""
-        num_rows = min(request.num_tokens - request.num_computed_tokens, draft.num_rows_left)
-        if num_rows:
-            self._draft_rows(draft, request, num_rows)
-            draft.num_prefill_rows += num_rows
+    def _draft_prefills(self, draft: _Draft, requests: Iterable[Request]) -> None:
+        """Give requests their next chunks while rows are left."""
+        for request in requests:
+            num_missing = request.num_tokens - request.num_computed_tokens
+            num_rows = min(num_missing, draft.num_prefill_rows_left, draft.num_rows_left)
+            if num_rows:
+                self._draft_rows(draft, request, num_rows)
+                draft.num_prefill_rows += num_rows
+                draft.num_prefill_rows_left -= num_rows
 
     def _draft_rows(self, draft: _Draft, request: Request, num_rows: int) -> None:
         """Put the request's next rows into the step; the last of its tokens brings another one."""

@@ -13,7 +13,7 @@ from actors.config import ShardConfig
 from actors.cuda_driver import CudaDriver
 from actors.expert_tiers import TieredExpertSource, create_expert_source
 from actors.host_pool import HostPool, MappedPool, pool_contents
-from actors.messages import AddRequest, SamplingParams, StepInput, StepOutput
+from actors.messages import AddRequest, Priority, SamplingParams, StepInput, StepOutput
 from actors.page_reader import PageReader, fill_from
 from actors.page_swaps import PageSwapper, RoutedCounts
 from actors.pinned_memory import PinnedMemory
@@ -179,10 +179,16 @@ def _create_engine(
     return Engine(Scheduler(limits, eos_token_id=config.eos_token_id), executor), runner
 
 
-def create_request(request_id: str, prompt: list[int], max_tokens: int = 8, **sampling: float) -> AddRequest:
+def create_request(
+    request_id: str,
+    prompt: list[int],
+    max_tokens: int = 8,
+    priority: Priority = "interactive",
+    **sampling: float,
+) -> AddRequest:
     """A greedy request unless `sampling` says otherwise; runs to `max_tokens`."""
     params = SamplingParams(**{"temperature": 0.0, **sampling})
-    return AddRequest(request_id, prompt, params, max_tokens=max_tokens, ignore_eos=True)
+    return AddRequest(request_id, prompt, params, max_tokens=max_tokens, ignore_eos=True, priority=priority)
 
 
 def run(

@@ -67,7 +67,10 @@ def planned(model: LoadedModel, profile: Profile, arm: Arm, num_hot: int) -> Pla
 
 @pytest.mark.parametrize("seed", range(3))
 def test_requests_give_the_tokens_they_give_alone(seed: int, model: LoadedModel) -> None:
-    """Random lengths, arrivals, aborts, chunk sizes and memory that forces preemption; greedy and sampled."""
+    """Random lengths, arrivals, priorities, aborts, memory that forces preemption, chunks that follow the steps' times.
+
+    Greedy and sampled.
+    """
     rng = random.Random(seed)
     requests = [
         create_request(
@@ -76,6 +79,7 @@ def test_requests_give_the_tokens_they_give_alone(seed: int, model: LoadedModel)
             max_tokens=rng.randint(1, 10),
             temperature=rng.choice([0.0, 0.0, 0.9]),
             seed=i,
+            priority=rng.choice(["interactive", "batch"]),
         )
         for i in range(10)
     ]
@@ -85,7 +89,13 @@ def test_requests_give_the_tokens_they_give_alone(seed: int, model: LoadedModel)
     aborts = {f"r{i}": rng.randint(1, 12) for i in rng.sample(range(10), 2)}
     together = run(
         create_engine(
-            model, SERVING, max_num_seqs=4, max_num_batched_tokens=24, max_model_len=96, num_blocks=22
+            model,
+            SERVING,
+            max_num_seqs=4,
+            max_num_batched_tokens=24,
+            min_chunk_tokens=4,
+            max_model_len=96,
+            num_blocks=22,
         ),
         requests,
         arrivals=[rng.randint(0, 10) for _ in requests],

@@ -17,6 +17,8 @@ def create_limits(**changes: Any) -> SchedulerLimits:
     values: dict[str, Any] = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
+        "max_itl_factor": None,
+        "min_chunk_tokens": 2,
         "max_model_len": 64,
         "block_size": 4,
         "num_blocks": 65,

@@ -34,6 +34,14 @@ def drain(engine: Engine, max_steps: int = 1000) -> list[RequestOutput]:
     raise AssertionError(f"not done after {max_steps} steps: {engine.stats()}")
 
 
+class FakeClock:
+    def __init__(self, now_s: float) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 class TrafficExecutor(FakeExecutor):
     def execute(self, step: StepInput) -> StepOutput:
         output = super().execute(step)
@@ -90,15 +98,38 @@ def test_shutdown_stops_the_executor():
 
 def test_a_batch_request_grows_old_by_the_clock_of_the_engine():
     scheduler = create_scheduler(max_num_seqs=1, max_batch_wait_s=10.0)
-    now_s = 5.0
-    engine = Engine(scheduler, FakeExecutor(block_size=4), clock=lambda: now_s)
+    clock = FakeClock(5.0)
+    engine = Engine(scheduler, FakeExecutor(block_size=4), clock=clock)
     batch = create_request(max_tokens=1, priority="batch")
     engine.add(batch)
     news = []
-    for now_s in (5.0, 14.0, 15.0, 16.0):
+    for clock.now_s in (5.0, 14.0, 15.0, 16.0):
         engine.add(create_request(max_tokens=1))
         news.append(output_tokens(engine.step(), batch))
     assert news == [[], [], [], solo_tokens(batch)]
+
+
+def test_chunks_follow_what_the_clock_says_of_steps():
+    """A step of this executor takes ten seconds and one for each prompt row, so ten rows are allowed."""
+
+    class SlowExecutor(FakeExecutor):
+        def execute(self, step: StepInput) -> StepOutput:
+            lengths = [len(sequence.token_ids) for sequence in step.sequences]
+            clock.now_s += 10 + sum(length for length in lengths if length > 1)
+            return super().execute(step)
+
+    clock = FakeClock(0.0)
+    executor = SlowExecutor(block_size=4)
+    scheduler = create_scheduler(max_itl_factor=2.0, max_num_batched_tokens=60, max_model_len=256)
+    engine = Engine(scheduler, executor, clock)
+    engine.add(create_request(max_tokens=50))
+    for _ in range(10):
+        engine.step()
+    engine.add(create_request(60, max_tokens=1))
+    for _ in range(5):
+        engine.step()
+    chunks = [len(step.sequences[1].token_ids) for step in executor.steps[10:]]
+    assert chunks == [2, 4, 8, 10, 10]
 
 
 def test_log_probabilities_pass_through():

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from actors.messages import AddRequest, RequestOutput, SamplingParams, StepInput
+from deployment.prefill_chunks import MIN_DECODE_SAMPLES
 from deployment.scheduler import RETRY_AFTER_S, Scheduler
 from tests.unit.deployment.builders import (
     EOS,
@@ -357,14 +358,23 @@ LIMITS = st.builds(
     spare=st.integers(0, 8),
     max_num_seqs=st.integers(1, 5),
     max_num_batched_tokens=st.integers(1, 12),
+    max_itl_factor=st.sampled_from([None, 1.5, 3.0]),
+    min_chunk_tokens=st.integers(1, 4),
     max_waiting_requests=st.integers(0, 6),
 )
+
+
+MAX_PROBES = 3 * MIN_DECODE_SAMPLES
+"""Steps without prompt rows that a few requests can cause: 1, 2 to 3, and 4 to 7 decodes are measured apart."""
 
 
 def max_steps(request: AddRequest, limits: dict[str, int]) -> int:
     """Steps that a request needs from when it is the oldest."""
     num_tokens = len(request.prompt_token_ids) + request.max_tokens
-    return -(-num_tokens // limits["max_num_batched_tokens"]) + request.max_tokens
+    chunk = limits["max_num_batched_tokens"]
+    if limits["max_itl_factor"] is not None:
+        chunk = min(chunk, limits["min_chunk_tokens"])
+    return -(-num_tokens // chunk) + request.max_tokens
 
 
 class AnyTraffic(RuleBasedStateMachine):
@@ -427,11 +437,11 @@ class AnyTraffic(RuleBasedStateMachine):
         self.in_flight = self.scheduler.schedule(self.now_s)
 
     @precondition(lambda self: self.in_flight is not None)
-    @rule(failing=st.sampled_from([None, None, None, 0, 1]))
-    def update(self, failing: int | None) -> None:
+    @rule(failing=st.sampled_from([None, None, None, 0, 1]), step_s=st.floats(0, 1))
+    def update(self, failing: int | None, step_s: float = 0.5) -> None:
         if failing is not None:
             self.executor.failing_slots = {failing}
-        self.outputs += self.scheduler.update(self.executor.execute(self.in_flight))
+        self.outputs += self.scheduler.update(self.executor.execute(self.in_flight), step_s)
         self.in_flight = None
 
     @precondition(lambda self: self.in_flight is None)
@@ -453,7 +463,7 @@ class AnyTraffic(RuleBasedStateMachine):
         # Each admission may throw one request before it back.
         bound = sum(max_steps(request, self.limits) for request in self.accepted.values())
         bound *= 1 + len(self.accepted)
-        self.outputs += drain(self.scheduler, self.executor, bound + 1)
+        self.outputs += drain(self.scheduler, self.executor, bound + MAX_PROBES + 1)
         assert self.scheduler.num_free_blocks == self.limits["num_blocks"] - 1
         for request in self.accepted.values():
             self.check_news(request)
@@ -486,7 +496,8 @@ def test_every_request_finishes_within_the_steps_it_needs_as_the_oldest(
         for prompt, max_tokens in lengths
     ]
     add_all(scheduler, requests)
-    outputs = drain(scheduler, executor, 1 + sum(max_steps(request, limits) for request in requests))
+    bound = 1 + MAX_PROBES + sum(max_steps(request, limits) for request in requests)
+    outputs = drain(scheduler, executor, bound)
     for request in requests:
         assert output_tokens(outputs, request) == solo_tokens(request, limits["max_model_len"])
 
@@ -628,3 +639,75 @@ def test_a_paused_request_that_is_aborted_in_flight_frees_its_memory_at_once():
     scheduler.update(executor.execute(step_input))
     drain(scheduler, executor)
     assert scheduler.num_free_blocks == scheduler.limits.num_blocks - 1
+
+
+MACHINE = {
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 256,
+    "max_model_len": 4096,
+    "num_blocks": 6 * 1024 + 1,
+    "max_itl_factor": 2.0,
+    "min_chunk_tokens": 4,
+}
+DECODE_S, ROW_S = 0.01, 0.0002
+"""Of a machine that computes 50 prompt rows in the time of a step without any."""
+
+
+def timed_step(scheduler: Scheduler, executor: FakeExecutor) -> tuple[float, list[RequestOutput]]:
+    """What a step takes on that machine, and its news."""
+    step_input = scheduler.schedule()
+    assert step_input is not None
+    step_s = DECODE_S + ROW_S * sum(num_rows for num_rows in rows(step_input) if num_rows > 1)
+    return step_s, scheduler.update(executor.execute(step_input), step_s)
+
+
+def decoding(priority: str, **limits: object) -> tuple[Scheduler, FakeExecutor]:
+    """Two requests that decode for a long time, and steps that were measured."""
+    scheduler, executor = create(**MACHINE | limits)
+    add_all(scheduler, create_requests(2, max_tokens=4000, priority=priority))
+    for _ in range(20):
+        timed_step(scheduler, executor)
+    return scheduler, executor
+
+
+def test_a_long_prompt_delays_streams_no_more_than_it_may_and_no_less_than_needed():
+    scheduler, executor = decoding("interactive")
+    prompt = create_request(1000, max_tokens=1)
+    scheduler.add(prompt)
+    times_s = []
+    while scheduler.num_running + scheduler.num_waiting > 2:
+        step_s, outputs = timed_step(scheduler, executor)
+        assert len(outputs) >= 2
+        times_s.append(step_s)
+    assert max(times_s) <= 2 * DECODE_S * 1.0001
+    assert [rows(step_input)[2:] for step_input in executor.steps[20:24]] == [[4], [8], [16], [32]]
+    assert max(
+        len(sequence.token_ids) for step_input in executor.steps[20:] for sequence in step_input.sequences
+    ) in (49, 50)
+    assert output_tokens(outputs, prompt) == solo_tokens(prompt, 4096)
+
+
+def test_fixed_chunks_take_all_rows_that_are_left():
+    scheduler, _ = decoding("interactive", max_itl_factor=None)
+    scheduler.add(create_request(1000))
+    assert rows(scheduler.schedule()) == [1, 1, 254]
+
+
+def test_nobody_waits_for_batch_streams_to_go_on():
+    scheduler, _ = decoding("batch")
+    scheduler.add(create_request(1000))
+    assert rows(scheduler.schedule()) == [256]
+
+
+def test_without_streams_a_prompt_takes_the_whole_step():
+    scheduler, _ = create(**MACHINE)
+    add_all(scheduler, create_requests(2, prompt=200))
+    assert rows(scheduler.schedule()) == [200, 56]
+
+
+def test_batch_prompts_do_not_delay_interactive_streams_either():
+    scheduler, executor = decoding("interactive")
+    add_all(scheduler, [batch_request(200, max_tokens=9) for _ in range(3)])
+    for _ in range(30):
+        assert timed_step(scheduler, executor)[0] <= 2 * DECODE_S * 1.0001
+    assert scheduler.num_waiting == 0
