@@ -49,9 +49,9 @@ def test_gpus_that_hold_everything_get_it() -> None:
     assert shard.max_resident_pages == (12 * 8 + 3 * 4) // 2
 
 
-def test_gpus_of_32_gb_get_one_context_and_the_pages_that_fit() -> None:
+def test_gpus_of_32_gb_get_some_contexts_and_the_pages_that_fit() -> None:
     limits, shard = fit([30 * GIB] * 8)
-    assert limits.num_blocks == 1 + 2**20 // 32
+    assert 2**20 // 32 < limits.num_blocks < 16 * 2**20 // 32
     assert shard.max_resident_pages is not None
     assert 1000 < shard.max_resident_pages < 1968
 
