@@ -54,10 +54,11 @@ class PrefillChunks:
         decode_s = self._decode_s(kind)
         if decode_s is None or self._num_steps - self._measured_at[kind] >= PROBE_INTERVAL:
             return 0
+        usual_s = {kind: self._decode_s(kind) for kind in self._decode_steps}
         known = [
-            (num_rows, step_s - usual_s)
+            (num_rows, step_s - usual)
             for step_kind, num_rows, step_s in self._prefill_steps
-            if (usual_s := self._decode_s(step_kind)) is not None
+            if (usual := usual_s.get(step_kind)) is not None
         ]
         if not known:
             return self._min_rows

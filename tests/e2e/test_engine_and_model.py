@@ -67,10 +67,7 @@ def planned(model: LoadedModel, profile: Profile, arm: Arm, num_hot: int) -> Pla
 
 @pytest.mark.parametrize("seed", range(3))
 def test_requests_give_the_tokens_they_give_alone(seed: int, model: LoadedModel) -> None:
-    """Random lengths, arrivals, priorities, aborts, memory that forces preemption, chunks that follow the steps' times.
-
-    Greedy and sampled.
-    """
+    """Random lengths, arrivals, priorities, aborts, chunks and memory that forces preemption; greedy and sampled."""
     rng = random.Random(seed)
     requests = [
         create_request(
