@@ -45,11 +45,13 @@ def create_scheduler(num_seqs: int, context: int, steps: int) -> Scheduler:
     scheduler = Scheduler(limits, eos_token_id=1)
     for number in range(num_seqs):
         sampling = SamplingParams(seed=number)
-        error = scheduler.add(AddRequest(f"request-{number:032x}", [2] * context, sampling, max_model_len))
+        error = scheduler.add(
+            AddRequest(f"request-{number:032x}", [2] * context, sampling, max_model_len), 0.0
+        )
         assert error is None, f"{error}"
-    step = scheduler.schedule()
+    step = scheduler.schedule(0.0)
     assert step is not None, "no step"
-    scheduler.update(reply(step))
+    scheduler.update(reply(step), 0.0)
     return scheduler
 
 
@@ -69,7 +71,7 @@ def measure(num_seqs: int, context: int, steps: int) -> dict[str, float]:
     scheduling_us, encoding_us = [], []
     for _ in range(steps):
         start = time.perf_counter()
-        step = scheduler.schedule()
+        step = scheduler.schedule(0.0)
         scheduled = time.perf_counter()
         assert step is not None, "no step"
         encoder.encode(step)

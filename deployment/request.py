@@ -78,8 +78,8 @@ class Request:
         *,
         eos_token_id: int,
         max_model_len: int,
-        number: int = 0,
-        arrival_s: float = 0.0,
+        number: int,
+        arrival_s: float,
     ) -> None:
         self.request_id = message.request_id
         self.is_batch = message.priority == "batch"

@@ -139,7 +139,7 @@ class Scheduler:
         """KV blocks that no request owns."""
         return self._kv.num_free
 
-    def add(self, message: AddRequest, now_s: float = 0.0) -> RequestError | None:
+    def add(self, message: AddRequest, now_s: float) -> RequestError | None:
         """Queue a request, under an id that no open request has.
 
         Args:
@@ -176,7 +176,7 @@ class Scheduler:
         else:
             request.move_to(RequestStatus.ABORTING)
 
-    def schedule(self, now_s: float = 0.0) -> StepInput | None:
+    def schedule(self, now_s: float) -> StepInput | None:
         """Build the next step; None if there is no request.
 
         Args:
@@ -203,7 +203,7 @@ class Scheduler:
             self._in_flight_kind = draft.num_decodes, draft.num_prefill_rows
         return self._in_flight
 
-    def update(self, step_output: StepOutput, step_s: float = 0.0) -> list[RequestOutput]:
+    def update(self, step_output: StepOutput, step_s: float) -> list[RequestOutput]:
         """Take the output of the step in flight.
 
         Args:

@@ -9,7 +9,13 @@ WAITING, RUNNING, ABORTING, FINISHED = RequestStatus
 
 
 def create(prompt: int | list[int] = 3, *, max_model_len: int = 64, **changes: object) -> Request:
-    return Request(create_request(prompt, **changes), eos_token_id=EOS, max_model_len=max_model_len)
+    return Request(
+        create_request(prompt, **changes),
+        eos_token_id=EOS,
+        max_model_len=max_model_len,
+        number=0,
+        arrival_s=0.0,
+    )
 
 
 def test_a_new_request_waits_with_nothing_computed():
@@ -22,7 +28,7 @@ def test_a_new_request_waits_with_nothing_computed():
 
 def test_sampled_tokens_extend_the_output_and_leave_the_message_alone():
     message = create_request([5, 6])
-    request = Request(message, eos_token_id=EOS, max_model_len=64)
+    request = Request(message, eos_token_id=EOS, max_model_len=64, number=0, arrival_s=0.0)
     assert request.append(9) is None
     assert request.append(8) is None
     assert (request.prompt_token_ids, request.output_token_ids) == ([5, 6], [9, 8])

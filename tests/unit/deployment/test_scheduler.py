@@ -25,14 +25,14 @@ def create(**limits: int) -> tuple[Scheduler, FakeExecutor]:
 
 
 def add_all(scheduler: Scheduler, requests: list[AddRequest]) -> None:
-    assert [scheduler.add(request) for request in requests] == [None] * len(requests)
+    assert [scheduler.add(request, 0.0) for request in requests] == [None] * len(requests)
 
 
 def step(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestOutput]:
-    step_input = scheduler.schedule()
+    step_input = scheduler.schedule(0.0)
     assert step_input is not None
     scheduler.check_integrity()
-    outputs = scheduler.update(executor.execute(step_input))
+    outputs = scheduler.update(executor.execute(step_input), 0.0)
     scheduler.check_integrity()
     return outputs
 
@@ -41,7 +41,7 @@ def drain(scheduler: Scheduler, executor: FakeExecutor, max_steps: int = 1000) -
     outputs = []
     for _ in range(max_steps):
         if not scheduler.has_requests:
-            assert scheduler.schedule() is None
+            assert scheduler.schedule(0.0) is None
             return outputs
         outputs += step(scheduler, executor)
     raise AssertionError(f"not done after {max_steps} steps: {scheduler._requests}")
@@ -59,13 +59,13 @@ def rows(step_input: StepInput | None) -> list[int]:
 def test_without_requests_there_is_no_step():
     scheduler = create_scheduler()
     assert not scheduler.has_requests
-    assert scheduler.schedule() is None
+    assert scheduler.schedule(0.0) is None
 
 
 def test_a_request_is_prefilled_in_one_step_and_then_decoded_token_by_token():
     scheduler, executor = create()
     request = create_request(5, max_tokens=3)
-    scheduler.add(request)
+    scheduler.add(request, 0.0)
     outputs = drain(scheduler, executor)
     assert [rows(step_input) for step_input in executor.steps] == [[5], [1], [1]]
     assert output_tokens(outputs, request) == solo_tokens(request)
@@ -74,14 +74,14 @@ def test_a_request_is_prefilled_in_one_step_and_then_decoded_token_by_token():
 
 def test_step_ids_ascend_from_one():
     scheduler, executor = create()
-    scheduler.add(create_request(max_tokens=3))
+    scheduler.add(create_request(max_tokens=3), 0.0)
     drain(scheduler, executor)
     assert [step_input.step_id for step_input in executor.steps] == [1, 2, 3]
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_and_only_the_last_one_samples():
     scheduler, executor = create(max_num_batched_tokens=4)
-    scheduler.add(create_request(10, max_tokens=1))
+    scheduler.add(create_request(10, max_tokens=1), 0.0)
     drain(scheduler, executor)
     sequences = [step_input.sequences[0] for step_input in executor.steps]
     assert [(s.start_position, len(s.token_ids)) for s in sequences] == [(0, 4), (4, 4), (8, 2)]
@@ -90,7 +90,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_and_only_the_last_one_samples():
 
 def test_a_step_brings_the_three_true_tokens_before_its_rows():
     scheduler, executor = create(max_num_batched_tokens=2)
-    scheduler.add(create_request([3, 4, 5, 6, 7], max_tokens=2))
+    scheduler.add(create_request([3, 4, 5, 6, 7], max_tokens=2), 0.0)
     drain(scheduler, executor)
     histories = [step_input.sequences[0].history for step_input in executor.steps]
     assert histories == [[], [3, 4], [4, 5, 6], [5, 6, 7]]
@@ -98,16 +98,16 @@ def test_a_step_brings_the_three_true_tokens_before_its_rows():
 
 def test_a_chunk_in_the_middle_of_a_prompt_is_no_news():
     scheduler, executor = create(max_num_batched_tokens=4)
-    scheduler.add(create_request(10, max_tokens=1))
+    scheduler.add(create_request(10, max_tokens=1), 0.0)
     assert [len(step(scheduler, executor)) for _ in range(3)] == [0, 0, 1]
 
 
 def test_decodes_come_before_prefill_and_share_the_budget_with_it():
     scheduler, executor = create(max_num_batched_tokens=4)
-    scheduler.add(create_request(2, max_tokens=9))
+    scheduler.add(create_request(2, max_tokens=9), 0.0)
     step(scheduler, executor)
-    scheduler.add(create_request(7, max_tokens=9))
-    assert [rows(scheduler.schedule())] == [[1, 3]]
+    scheduler.add(create_request(7, max_tokens=9), 0.0)
+    assert [rows(scheduler.schedule(0.0))] == [[1, 3]]
 
 
 def test_a_chunk_shrinks_so_that_no_decode_waits():
@@ -123,17 +123,17 @@ def test_a_chunk_shrinks_so_that_no_decode_waits():
 def test_budget_that_a_prompt_leaves_goes_to_the_next_request():
     scheduler, _ = create(max_num_batched_tokens=8)
     add_all(scheduler, create_requests(3, prompt=3))
-    assert rows(scheduler.schedule()) == [3, 3, 2]
+    assert rows(scheduler.schedule(0.0)) == [3, 3, 2]
 
 
 def test_no_more_requests_run_than_there_are_slots():
     scheduler, executor = create(max_num_seqs=2)
     add_all(scheduler, create_requests(5))
-    step_input = scheduler.schedule()
+    step_input = scheduler.schedule(0.0)
     assert step_input is not None
     assert sorted(s.state_slot for s in step_input.sequences) == [0, 1]
     assert scheduler.num_waiting == 3
-    scheduler.update(executor.execute(step_input))
+    scheduler.update(executor.execute(step_input), 0.0)
     drain(scheduler, executor)
 
 
@@ -156,7 +156,7 @@ def test_waiting_requests_are_admitted_in_the_order_of_arrival_even_if_a_later_o
 def test_the_stop_token_is_reported():
     scheduler, executor = create()
     request = create_request(max_tokens=40, ignore_eos=False)
-    scheduler.add(request)
+    scheduler.add(request, 0.0)
     outputs = drain(scheduler, executor)
     assert outputs[-1].finish_reason == "stop"
     assert outputs[-1].stop_token_id == EOS
@@ -165,21 +165,21 @@ def test_the_stop_token_is_reported():
 
 def test_a_request_that_ends_by_length_reports_no_stop_token():
     scheduler, executor = create()
-    scheduler.add(create_request(max_tokens=1, stop_token_ids=[]))
+    scheduler.add(create_request(max_tokens=1, stop_token_ids=[]), 0.0)
     assert drain(scheduler, executor)[-1].stop_token_id is None
 
 
 def test_a_request_may_fill_the_whole_context():
     scheduler, executor = create(max_model_len=13, block_size=4, num_blocks=4)
     request = create_request(12, max_tokens=50)
-    scheduler.add(request)
+    scheduler.add(request, 0.0)
     outputs = drain(scheduler, executor)
     assert outputs[-1].finish_reason == "length"
     assert len(output_tokens(outputs, request)) == 1
 
 
 def test_a_prompt_that_leaves_no_room_for_output_is_invalid():
-    error = create_scheduler(max_model_len=13).add(create_request(13))
+    error = create_scheduler(max_model_len=13).add(create_request(13), 0.0)
     assert error is not None
     assert error.kind == "invalid"
     assert "13 tokens" in error.message
@@ -187,13 +187,13 @@ def test_a_prompt_that_leaves_no_room_for_output_is_invalid():
 
 
 def test_an_empty_prompt_is_invalid():
-    error = create_scheduler().add(create_request([]))
+    error = create_scheduler().add(create_request([]), 0.0)
     assert error is not None
     assert error.kind == "invalid"
 
 
 def test_a_request_for_no_tokens_is_invalid():
-    error = create_scheduler().add(create_request(max_tokens=0))
+    error = create_scheduler().add(create_request(max_tokens=0), 0.0)
     assert error is not None
     assert error.kind == "invalid"
 
@@ -201,28 +201,28 @@ def test_a_request_for_no_tokens_is_invalid():
 def test_more_waiting_requests_than_allowed_are_refused_with_a_time_to_retry():
     scheduler, executor = create(max_num_seqs=2, max_waiting_requests=3)
     add_all(scheduler, create_requests(5))
-    error = scheduler.add(create_request())
+    error = scheduler.add(create_request(), 0.0)
     assert error is not None
     assert (error.kind, error.retry_after_s) == ("overloaded", RETRY_AFTER_S)
     step(scheduler, executor)
-    refused = [scheduler.add(request) is not None for request in create_requests(2)]
+    refused = [scheduler.add(request, 0.0) is not None for request in create_requests(2)]
     assert refused == [True, True]
 
 
 def test_with_no_waiting_allowed_free_slots_still_take_requests():
     scheduler, executor = create(max_num_seqs=2, max_waiting_requests=0)
     add_all(scheduler, create_requests(2))
-    assert scheduler.add(create_request()) is not None
+    assert scheduler.add(create_request(), 0.0) is not None
     drain(scheduler, executor)
-    assert scheduler.add(create_request()) is None
+    assert scheduler.add(create_request(), 0.0) is None
 
 
 def test_two_open_requests_cannot_share_an_id():
     scheduler = create_scheduler()
     request = create_request()
-    scheduler.add(request)
+    scheduler.add(request, 0.0)
     with pytest.raises(AssertionError, match="is open already"):
-        scheduler.add(request)
+        scheduler.add(request, 0.0)
 
 
 def create_crowded() -> tuple[Scheduler, FakeExecutor, list[AddRequest]]:
@@ -269,34 +269,34 @@ def test_an_admission_leaves_a_block_for_each_running_request_to_grow():
 def test_a_waiting_request_is_aborted_at_once():
     scheduler = create_scheduler()
     request = create_request()
-    scheduler.add(request)
+    scheduler.add(request, 0.0)
     scheduler.abort(request.request_id)
-    assert scheduler.schedule() is None
+    assert scheduler.schedule(0.0) is None
     scheduler.check_integrity()
 
 
 def test_a_running_request_aborted_between_steps_frees_its_memory_at_once():
     scheduler, executor = create()
     request = create_request()
-    scheduler.add(request)
+    scheduler.add(request, 0.0)
     step(scheduler, executor)
     scheduler.abort(request.request_id)
     assert scheduler.num_free_blocks == scheduler.limits.num_blocks - 1
-    assert scheduler.schedule() is None
+    assert scheduler.schedule(0.0) is None
 
 
 def test_a_request_aborted_in_flight_keeps_its_memory_until_the_step_is_back():
     scheduler, executor = create()
     gone, stays = create_requests(2, max_tokens=1)
     add_all(scheduler, [gone, stays])
-    step_input = scheduler.schedule()
+    step_input = scheduler.schedule(0.0)
     assert step_input is not None
     num_free = scheduler.num_free_blocks
     scheduler.abort(gone.request_id)
     scheduler.abort(gone.request_id)
     assert scheduler.num_free_blocks == num_free
     scheduler.check_integrity()
-    outputs = scheduler.update(executor.execute(step_input))
+    outputs = scheduler.update(executor.execute(step_input), 0.0)
     assert [output.request_id for output in outputs] == [stays.request_id]
     assert scheduler.num_free_blocks == scheduler.limits.num_blocks - 1
     scheduler.check_integrity()
@@ -322,19 +322,19 @@ def test_a_sequence_error_ends_its_request_and_no_other():
 
 def test_a_second_step_cannot_be_scheduled_while_one_is_in_flight():
     scheduler = create_scheduler()
-    scheduler.add(create_request())
-    scheduler.schedule()
+    scheduler.add(create_request(), 0.0)
+    scheduler.schedule(0.0)
     with pytest.raises(AssertionError, match="is in flight"):
-        scheduler.schedule()
+        scheduler.schedule(0.0)
 
 
 def test_the_output_of_another_step_is_not_accepted():
     scheduler, executor = create()
-    scheduler.add(create_request())
+    scheduler.add(create_request(), 0.0)
     step(scheduler, executor)
-    scheduler.schedule()
+    scheduler.schedule(0.0)
     with pytest.raises(AssertionError, match="step_id"):
-        scheduler.update(executor.execute(executor.steps[0]))
+        scheduler.update(executor.execute(executor.steps[0]), 0.0)
 
 
 def test_a_broken_promise_is_found():
@@ -518,15 +518,15 @@ def test_interactive_requests_are_admitted_before_batch_requests_that_came_earli
 def test_batch_work_fills_the_rows_that_interactive_work_leaves():
     scheduler, executor = create(max_num_batched_tokens=8)
     add_all(scheduler, [batch_request(20), create_request(5)])
-    assert rows(scheduler.schedule()) == [5, 3]
+    assert rows(scheduler.schedule(0.0)) == [5, 3]
 
 
 def test_a_batch_request_without_rows_keeps_its_memory_and_goes_on_where_it_was():
     scheduler, executor = create(max_num_batched_tokens=4)
     batch = batch_request(3, max_tokens=9)
-    scheduler.add(batch)
+    scheduler.add(batch, 0.0)
     outputs = step(scheduler, executor)
-    scheduler.add(create_request(8, max_tokens=1))
+    scheduler.add(create_request(8, max_tokens=1), 0.0)
     outputs += step(scheduler, executor)
     outputs += step(scheduler, executor)
     assert [rows(step_input) for step_input in executor.steps] == [[3], [4], [4]]
@@ -541,9 +541,9 @@ def test_a_batch_request_yields_its_memory_at_once_and_loses_no_token(limits: di
     batch, interactive = batch_request(10, max_tokens=20), create_request(10, max_tokens=20)
     if "num_blocks" in limits:
         interactive = create_request(56, max_tokens=2)
-    scheduler.add(batch)
+    scheduler.add(batch, 0.0)
     outputs = step(scheduler, executor) + step(scheduler, executor)
-    scheduler.add(interactive)
+    scheduler.add(interactive, 0.0)
     outputs += step(scheduler, executor)
     assert scheduler.num_preemptions == 1
     assert executor.steps[-1].sequences[0].token_ids == interactive.prompt_token_ids[:16]
@@ -556,14 +556,14 @@ def test_batch_requests_keep_their_memory_if_all_of_it_would_not_let_the_interac
     scheduler, executor = create(max_num_batched_tokens=64, num_blocks=20)
     add_all(scheduler, [create_request(36, max_tokens=9), batch_request(4, max_tokens=9)])
     step(scheduler, executor)
-    scheduler.add(create_request(40))
+    scheduler.add(create_request(40), 0.0)
     step(scheduler, executor)
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_preemptions) == (2, 1, 0)
 
 
 def test_no_batch_request_is_admitted_while_an_interactive_one_waits():
     scheduler, executor = create(max_num_batched_tokens=64, num_blocks=20)
-    scheduler.add(create_request(36, max_tokens=9))
+    scheduler.add(create_request(36, max_tokens=9), 0.0)
     step(scheduler, executor)
     add_all(scheduler, [create_request(40), batch_request(1)])
     step(scheduler, executor)
@@ -587,7 +587,7 @@ def feed(scheduler: Scheduler, executor: FakeExecutor, seconds: range) -> list[R
         scheduler.add(create_request(16, max_tokens=1), second)
         step_input = scheduler.schedule(second)
         assert step_input is not None
-        outputs += scheduler.update(executor.execute(step_input))
+        outputs += scheduler.update(executor.execute(step_input), 0.0)
         scheduler.check_integrity()
     return outputs
 
@@ -605,7 +605,7 @@ def test_a_running_batch_request_that_gets_no_rows_grows_old_too():
     scheduler, executor = create(max_batch_wait_s=5.0)
     batch = batch_request(3, max_tokens=30)
     scheduler.add(batch, 0.0)
-    outputs = scheduler.update(executor.execute(scheduler.schedule(0.0)))
+    outputs = scheduler.update(executor.execute(scheduler.schedule(0.0)), 0.0)
     outputs += feed(scheduler, executor, range(5))
     assert len(output_tokens(outputs, batch)) == 1
     outputs += feed(scheduler, executor, range(5, 8))
@@ -617,10 +617,10 @@ def test_a_running_batch_request_that_gets_no_rows_grows_old_too():
 def test_waiting_batch_requests_keep_no_interactive_one_out():
     scheduler, executor = create(max_num_seqs=2, max_waiting_requests=3)
     add_all(scheduler, [batch_request() for _ in range(5)])
-    assert scheduler.add(batch_request()) is not None
+    assert scheduler.add(batch_request(), 0.0) is not None
     step(scheduler, executor)
     add_all(scheduler, create_requests(5))
-    for error in (scheduler.add(create_request()), scheduler.add(batch_request())):
+    for error in (scheduler.add(create_request(), 0.0), scheduler.add(batch_request(), 0.0)):
         assert error is not None
         assert error.kind == "overloaded"
 
@@ -628,15 +628,15 @@ def test_waiting_batch_requests_keep_no_interactive_one_out():
 def test_a_paused_request_that_is_aborted_in_flight_frees_its_memory_at_once():
     scheduler, executor = create(max_num_batched_tokens=4)
     batch = batch_request(3, max_tokens=9)
-    scheduler.add(batch)
+    scheduler.add(batch, 0.0)
     step(scheduler, executor)
-    scheduler.add(create_request(8, max_tokens=1))
-    step_input = scheduler.schedule()
+    scheduler.add(create_request(8, max_tokens=1), 0.0)
+    step_input = scheduler.schedule(0.0)
     scheduler.abort(batch.request_id)
     scheduler.check_integrity()
     assert scheduler.num_running == 1
     assert step_input is not None
-    scheduler.update(executor.execute(step_input))
+    scheduler.update(executor.execute(step_input), 0.0)
     drain(scheduler, executor)
     assert scheduler.num_free_blocks == scheduler.limits.num_blocks - 1
 
@@ -655,7 +655,7 @@ DECODE_S, ROW_S = 0.01, 0.0002
 
 def timed_step(scheduler: Scheduler, executor: FakeExecutor) -> tuple[float, list[RequestOutput]]:
     """What a step takes on that machine, and its news."""
-    step_input = scheduler.schedule()
+    step_input = scheduler.schedule(0.0)
     assert step_input is not None
     step_s = DECODE_S + ROW_S * sum(num_rows for num_rows in rows(step_input) if num_rows > 1)
     return step_s, scheduler.update(executor.execute(step_input), step_s)
@@ -673,7 +673,7 @@ def decoding(priority: str, **limits: object) -> tuple[Scheduler, FakeExecutor]:
 def test_a_long_prompt_delays_streams_no_more_than_it_may_and_no_less_than_needed():
     scheduler, executor = decoding("interactive")
     prompt = create_request(1000, max_tokens=1)
-    scheduler.add(prompt)
+    scheduler.add(prompt, 0.0)
     times_s = []
     while scheduler.num_running + scheduler.num_waiting > 2:
         step_s, outputs = timed_step(scheduler, executor)
@@ -689,20 +689,20 @@ def test_a_long_prompt_delays_streams_no_more_than_it_may_and_no_less_than_neede
 
 def test_fixed_chunks_take_all_rows_that_are_left():
     scheduler, _ = decoding("interactive", max_itl_factor=None)
-    scheduler.add(create_request(1000))
-    assert rows(scheduler.schedule()) == [1, 1, 254]
+    scheduler.add(create_request(1000), 0.0)
+    assert rows(scheduler.schedule(0.0)) == [1, 1, 254]
 
 
 def test_nobody_waits_for_batch_streams_to_go_on():
     scheduler, _ = decoding("batch")
-    scheduler.add(create_request(1000))
-    assert rows(scheduler.schedule()) == [256]
+    scheduler.add(create_request(1000), 0.0)
+    assert rows(scheduler.schedule(0.0)) == [256]
 
 
 def test_without_streams_a_prompt_takes_the_whole_step():
     scheduler, _ = create(**MACHINE)
     add_all(scheduler, create_requests(2, prompt=200))
-    assert rows(scheduler.schedule()) == [200, 56]
+    assert rows(scheduler.schedule(0.0)) == [200, 56]
 
 
 def test_batch_prompts_do_not_delay_interactive_streams_either():
