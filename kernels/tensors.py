@@ -8,8 +8,6 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from kernels.formats import FP8_TILE
-
 
 class QuantizedRows(NamedTuple):
     """Rows of codes with their scales, under one index.
@@ -46,13 +44,6 @@ def stack(matrices: Sequence[Matrix]) -> Matrix:
         scales = torch.cat([w.scales for w in matrices if isinstance(w, Fp8Matrix)])
         return Fp8Matrix(codes.view(torch.float8_e4m3fn), scales)
     return torch.cat([w for w in matrices if isinstance(w, Tensor)])
-
-
-def rows_of(w: Matrix, rows: slice) -> Matrix:
-    """Some rows of a matrix, without a copy; of an FP8 one in multiples of 32."""
-    if isinstance(w, Fp8Matrix):
-        return Fp8Matrix(w.codes[rows], w.scales[rows.start // FP8_TILE : rows.stop // FP8_TILE])
-    return w[rows]
 
 
 class Mixes(NamedTuple):

@@ -38,7 +38,7 @@ class MixtureOfExperts:
         self._layout = layout
         self._experts = experts
         self._collectives = collectives
-        self.operators = operators
+        self._operators = operators
         self._numerics = numerics
         self._probe = probe
         # The kernels take bf16 activations and accumulate in fp32; golden numbers and the CPU want the reference.
@@ -78,8 +78,8 @@ class MixtureOfExperts:
 
     def _route(self, layer: int, weights: MoeWeights, x: Tensor) -> tuple[Tensor, Tensor]:
         """`topk_idx` and `topk_weights`, both `[num_tokens, num_topk]`."""
-        return self.operators.choose_experts(
-            self.operators.linear(x, weights.gate),
+        return self._operators.choose_experts(
+            self._operators.linear(x, weights.gate),
             weights.bias,
             self._config.num_topk_of(layer),
             self._config.routed_scaling_factor,
@@ -128,7 +128,7 @@ class MixtureOfExperts:
 
     def _shared(self, weights: MoeWeights, x_q8: Tensor) -> Tensor:
         """This rank's part of the shared expert's output: `[num_tokens, hidden]`, accumulation type."""
-        operators = self.operators
+        operators = self._operators
         gate_up = operators.linear(x_q8, weights.shared_gate_up, out_dtype=torch.bfloat16)
         return operators.linear(operators.swiglu_q8(gate_up, self._config.swiglu_limit), weights.shared_down)
 

@@ -63,7 +63,7 @@ def create_operators(numerics: Numerics) -> Operators:
         keep_keys=attention.keep_keys,
         write_entries=partial(compressor.write_entries, accumulate=accumulate),
         keep_halves=compressor.keep_halves,
-        index_queries=partial(indexer.index_queries, accumulate=accumulate),
+        index_queries=indexer.index_queries,
         select_entries=partial(
             indexer.select_entries,
             accumulate=accumulate,

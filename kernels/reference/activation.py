@@ -1,4 +1,4 @@
-"""Sigmoid, SiLU and softplus whose value depends on the element alone.
+"""Sigmoid, SiLU, softplus and SwiGLU whose value depends on the element alone.
 
 On a CPU torch's own versions compute the elements that fill a vector register by one routine and those left over at the
 end of a tensor by another, which differs in the last bit: a row's result would depend on the number of rows. `exp` and
@@ -38,7 +38,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, accumulate: torch.dtype) -> T
     return silu(g) * u
 
 
-def swiglu_q8(gate_up: Tensor, limit: float, *, accumulate: torch.dtype = torch.float32) -> Tensor:
+def swiglu_q8(gate_up: Tensor, limit: float, *, accumulate: torch.dtype) -> Tensor:
     """What the shared expert's down product takes.
 
     Args:

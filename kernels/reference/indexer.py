@@ -16,20 +16,16 @@ from kernels.row_tiles import split_rows
 from kernels.tensors import QuantizedRows, QueryRows
 
 
-def index_queries(
-    projected: Tensor, positions: Tensor, frequencies: Tensor, *, accumulate: torch.dtype
-) -> Tensor:
+def index_queries(projected: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     """Rotated queries in Q4u.
 
     Args:
-        projected: `[num_rows, num_heads, n]`, bf16 or `accumulate` and then rounded first.
+        projected: `[num_rows, num_heads, n]` bf16.
         positions: `[num_rows]` int64.
-        frequencies: `[rope_dim // 2]` in `accumulate`.
-        accumulate: float32 or float64.
+        frequencies: `[rope_dim // 2]` float32 or float64.
     Returns: `[num_rows, num_heads, n]` bf16.
     """
-    assert frequencies.dtype == accumulate, f"{frequencies.dtype=}"
-    return quantize_q4u(apply_rope(projected.to(torch.bfloat16), positions, frequencies))
+    return quantize_q4u(apply_rope(projected, positions, frequencies))
 
 
 def select_entries(
@@ -78,6 +74,7 @@ def select_entries(
     for begin, end in _runs(rows):
         sequence = int(rows.sequence[begin])
         num_entries = int(num_visible[begin:end].max())
+        assert num_entries <= max_entries, f"{num_entries=} {max_entries=}"
         if num_entries == 0:
             continue
         places = torch.arange(num_entries, device=q.device)

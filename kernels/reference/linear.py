@@ -16,7 +16,7 @@ from kernels.tensors import Fp8Matrix, Matrix
 def linear(
     x: Tensor,
     w: Matrix,
-    accumulate: torch.dtype = torch.float32,
+    accumulate: torch.dtype,
     *,
     out_dtype: torch.dtype | None = None,
     quantize: bool = False,
