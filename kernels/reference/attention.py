@@ -92,7 +92,8 @@ def window_attention(
         if entries is not None and entry_rows is not None:
             chosen = entry_rows[tile]
             keys = torch.cat((keys, unpack_q4n(_take(entries, chosen.clamp_min(0)))), dim=1)
-            is_valid = torch.cat((is_valid, chosen >= 0), dim=1)
+            is_chosen = (chosen >= 0) & (part.positions >= 0).unsqueeze(1)
+            is_valid = torch.cat((is_valid, is_chosen), dim=1)
         core = sparse_attention(rotated[tile], keys, is_valid, sinks, scale, accumulate)
         out[tile] = apply_rope(core, part.positions, frequencies, inverse=True)
     return out

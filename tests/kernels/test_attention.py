@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.reference.attention import KEY_BLOCK, sparse_attention
+from kernels.reference.attention import KEY_BLOCK, keep_keys, sparse_attention, window_attention
+from kernels.reference.quantize import pack_q4n, pack_q8, unpack_q4n, unpack_q8
+from kernels.reference.rope import apply_rope
+from kernels.tensors import QuantizedRows, QueryRows, WindowPlaces
 from tests.kernels.builders import (
     ACCUMULATE,
     NUM_ROWS,
@@ -181,3 +184,73 @@ def test_inputs_may_have_any_strides_and_no_rows(accumulate: torch.dtype) -> Non
     actual = attend(strided(q), strided(keys), strided(is_valid), accumulate=accumulate)
     assert_bit_equal(actual, expected)
     assert attend(q[:0], keys[:0], is_valid[:0], accumulate=accumulate).shape == (0, HEADS, DIM)
+
+
+WINDOW, RING = 4, 7
+FREQUENCIES = torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64)
+POISON = 255
+"""A scale byte that makes its group NaN in every packed format."""
+
+
+def test_a_window_has_the_keys_that_its_places_say_and_touches_no_other() -> None:
+    """Two sequences: a verify behind a full ring, and a chunk whose window may not reach behind position 2."""
+    positions = [[30, 31, 32], [0, 1, 2, 3, 4, 5]]
+    rows = QueryRows(torch.tensor([*positions[0], -1, *positions[1]]), torch.tensor([0] * 4 + [1] * 6))
+    places = WindowPlaces(
+        ring_start=torch.tensor([RING, 0]),
+        first_new=torch.tensor([30, 0]),
+        new_offset=torch.tensor([-30, 4]),  # row 3 is the key of the padding row
+        floor=torch.tensor([0, 2]),
+    )
+    new, cached = normal(10, DIM, seed="new"), normal(2 * RING, DIM, seed="cached")
+    entries = normal(5, DIM, seed="entries")
+    packed_new, packed_ring, packed_entries = pack_q8(new), pack_q8(cached), pack_q4n(entries)
+    entry_rows = torch.full((10, 3), -1, dtype=torch.int32)
+    entry_rows[0], entry_rows[5, 0], entry_rows[3, 0] = torch.tensor([4, 1, 2], dtype=torch.int32), 3, 0
+    packed_new.scales[3] = POISON
+    packed_ring.scales[[*range(RING), *(RING + p % RING for p in (30, 31, 32, 26))]] = POISON
+    packed_entries.scales.view(torch.uint8)[0] = POISON
+    q, sinks = normal(10, HEADS, DIM, seed="q"), torch.zeros(HEADS)
+    actual = window_attention(
+        q,
+        rows,
+        places,
+        packed_new,
+        packed_ring,
+        ring_size=RING,
+        window=WINDOW,
+        entries=packed_entries,
+        entry_rows=entry_rows,
+        sinks=sinks,
+        frequencies=FREQUENCIES,
+        scale=SCALE,
+        accumulate=torch.float64,
+    )
+    values, ring_values = unpack_q8(pack_q8(new)), unpack_q8(pack_q8(cached))
+    for row, (position, sequence) in enumerate(zip(*(t.tolist() for t in rows), strict=True)):
+        keys = torch.zeros(1, WINDOW + 3, DIM, dtype=torch.bfloat16)
+        is_valid = torch.zeros(1, WINDOW + 3, dtype=torch.bool)
+        for slot, p in enumerate(range(position - WINDOW + 1, position + 1) if position >= 0 else ()):
+            if p >= (0, 2)[sequence]:
+                is_new = p >= (30, 0)[sequence]
+                keys[0, slot] = values[p + (-30, 4)[sequence]] if is_new else ring_values[RING + p % RING]
+                is_valid[0, slot] = True
+        for slot, entry in enumerate(entry_rows[row].tolist() if position >= 0 else ()):
+            if entry >= 0:
+                keys[0, WINDOW + slot] = unpack_q4n(pack_q4n(entries))[entry]
+                is_valid[0, WINDOW + slot] = True
+        at = torch.tensor([position])
+        core = attend(apply_rope(q[row : row + 1], at, FREQUENCIES), keys, is_valid, sinks)
+        expected = apply_rope(core, at, FREQUENCIES, inverse=True)
+        assert_bit_equal(actual[row : row + 1], expected)
+    assert not actual[3].any(), "a padding row sees nothing"
+
+
+def test_kept_keys_go_to_their_ring_rows_and_others_nowhere() -> None:
+    new, ring = pack_q8(normal(4, DIM, seed="new")), pack_q8(normal(6, DIM, seed="ring"))
+    before = QuantizedRows(*(part.clone() for part in ring))
+    keep_keys(new, ring, torch.tensor([5, -1, 0, -1]))
+    for part, old, source in zip(ring, before, new, strict=True):
+        expected = old.view(torch.uint8).clone()
+        expected[5], expected[0] = source.view(torch.uint8)[0], source.view(torch.uint8)[2]
+        assert_bit_equal(part.view(torch.uint8), expected)

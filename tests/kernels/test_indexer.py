@@ -7,8 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.reference.indexer import best_entries, candidate_pool, index_scores, mask_outside_pool
-from kernels.reference.quantize import quantize_q4u
+from kernels.reference.indexer import (
+    best_entries,
+    candidate_pool,
+    index_scores,
+    mask_outside_pool,
+    select_entries,
+)
+from kernels.reference.quantize import pack_q4u, quantize_q4u
+from kernels.tensors import QueryRows
 from tests.kernels.builders import (
     ACCUMULATE,
     NUM_ROWS,
@@ -263,3 +270,60 @@ def test_only_entries_of_blocks_in_the_pool_keep_their_scores(num_entries: int) 
         for entry in range(num_entries):
             expected = scores[row, entry].item() if pool[row, entry // 4] else -INF
             assert masked[row, entry].item() == expected
+
+
+@pytest.mark.parametrize("num_topk", [3, 100])
+def test_rows_choose_among_the_entries_of_their_own_blocks(num_topk: int) -> None:
+    """Two sequences with interleaved blocks of four entries, padding rows, and NaN wherever nobody may look."""
+    per_block, pool_block, num_pooled = 4, 2, 3
+    tables = torch.tensor([[3, 0, 5], [1, 6, 0]])
+    rows = QueryRows(torch.tensor([8, 9, -1, 4, 0, -1]), torch.tensor([0, 0, 0, 1, 1, 1]))
+    q, keys, weights = index_inputs(6, 28)
+    packed = pack_q4u(keys)
+    visible = [{3, 0, 5}, {1, 6}]
+    used = {block * per_block + i for blocks in visible for block in blocks for i in range(per_block)}
+    packed.scales[[row for row in range(28) if row not in used]] = 255
+    packed.scales[[5 * per_block + 2, 5 * per_block + 3, 6 * per_block + 1]] = 255  # not written yet
+
+    def select(pool: Tensor | None, make_pool: int | None) -> tuple[Tensor, Tensor | None]:
+        return select_entries(
+            q,
+            weights,
+            packed,
+            rows,
+            tables,
+            ratio=1,
+            entries_per_block=per_block,
+            num_topk=num_topk,
+            pool_block=pool_block,
+            pool=pool,
+            make_pool=make_pool,
+            max_entries=10,
+            accumulate=torch.float64,
+        )
+
+    chosen, made = select(None, num_pooled)
+    assert made is not None
+    pooled, none = select(made, None)
+    assert none is None
+    for row, (position, sequence) in enumerate(zip(*(t.tolist() for t in rows), strict=True)):
+        if position < 0:
+            assert {*chosen[row].tolist(), *made[row].tolist(), *pooled[row].tolist()} == {-1}
+            continue
+        entries = torch.arange(position + 1)
+        places = tables[sequence, entries // per_block] * per_block + entries % per_block
+        num_visible = torch.tensor([position + 1])
+        scores = index_scores(
+            q[row : row + 1],
+            keys[places],
+            weights[row : row + 1],
+            num_visible,
+            round_bf16=False,
+            accumulate=torch.float64,
+        )
+        blocks = candidate_pool(scores, num_visible, pool_block, num_pooled)
+        assert [b for b in made[row].tolist() if b >= 0] == blocks[0].nonzero().flatten().tolist()
+        for actual, allowed in ((chosen, scores), (pooled, mask_outside_pool(scores, blocks, pool_block))):
+            best = [e for e in best_entries(allowed, num_topk)[0].tolist() if e >= 0]
+            filler = [-1] * (num_topk - len(best))
+            assert actual[row].tolist() == [*places[best].tolist(), *filler]
