@@ -26,13 +26,10 @@ from deployment.errors import ContextLengthError, EngineDeadError, InvalidReques
 from deployment.generation import EngineHandle, Generation, ReplyHeader
 from deployment.http_body import read_json
 from deployment.http_errors import EXCEPTION_HANDLERS
-from deployment.openai_types import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationRequest,
-    Model,
-    ModelList,
-)
+from deployment.openai_chat import ChatCompletionRequest
+from deployment.openai_completions import CompletionRequest
+from deployment.openai_generation import GenerationRequest
+from deployment.openai_models import Model, ModelList
 from deployment.tokenizer import Tokenizer
 
 _R = TypeVar("_R", bound=GenerationRequest)

@@ -13,7 +13,7 @@ from actors.messages import RequestOutput
 from deployment.errors import InvalidRequestError
 from deployment.generation import OutputReader, Piece, ReplyHeader, make_usage
 from deployment.logprobs import TokenAligner, chat_logprobs
-from deployment.openai_types import (
+from deployment.openai_chat import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
@@ -23,9 +23,8 @@ from deployment.openai_types import (
     ChatLogprobs,
     ChatReplyMessage,
     ChatTokenLogprob,
-    CompletionTokensDetails,
-    Usage,
 )
+from deployment.openai_generation import CompletionTokensDetails, Usage
 from deployment.reply_parser import VENDOR_MODEL_NAME, Channel, Parsed, ParsedText, ReplyParser
 from deployment.tokenizer import Detokenizer, Tokenizer
 from deployment.tool_calls import call_deltas, whole_calls

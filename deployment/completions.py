@@ -10,7 +10,8 @@ from actors.messages import FinishReason, RequestOutput
 from deployment.errors import InvalidRequestError
 from deployment.generation import OutputReader, ReplyHeader, make_usage
 from deployment.logprobs import AlignedToken, TokenAligner, completion_logprobs
-from deployment.openai_types import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
+from deployment.openai_completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from deployment.openai_generation import Usage
 from deployment.stop_strings import StopStrings
 from deployment.tokenizer import Detokenizer, Tokenizer
 

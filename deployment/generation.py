@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from actors.messages import AddRequest, EngineHealth, EnginePlacement, RequestOutput, SampledToken
 from deployment.errors import ApiError, EngineDeadError, InternalError
 from deployment.http_errors import error_body, error_of_request, internal_error
-from deployment.openai_types import CompletionTokensDetails, Usage
+from deployment.openai_generation import CompletionTokensDetails, Usage
 from deployment.tokenizer import Detokenizer
 from placement.profile import Profile
 

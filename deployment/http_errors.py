@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from actors.messages import RequestError
 from deployment.errors import ApiError, EngineDeadError, InternalError, InvalidRequestError, OverloadedError
-from deployment.openai_types import ErrorBody, ErrorDetail
+from deployment.openai_errors import ErrorBody, ErrorDetail
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def error_of_validation(error: ValidationError) -> InvalidRequestError:
 def field_name(location: tuple[int | str, ...]) -> str:
     """`messages[0].content` for pydantic's ("messages", 0, "content", "<list>"); `body` for the whole.
 
-    The arms of the unions in `openai_types` have names in angle brackets, which mean nothing to a client.
+    The arms of the unions in `openai_*.py` have names in angle brackets, which mean nothing to a client.
     """
     name = ""
     for part in location:

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from actors.messages import SampledToken
-from deployment.openai_types import ChatTokenLogprob, CompletionLogprobs, TopLogprob
+from deployment.openai_chat import ChatTokenLogprob, TopLogprob
+from deployment.openai_completions import CompletionLogprobs
 from deployment.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0

@@ -1,9 +1,19 @@
-"""What the request and response models share: strictness, and fields that are refused unless neutral."""
+"""What the request and response models share: strictness, and fields that are refused unless neutral.
+
+The models of an endpoint are in its `openai_*.py`, in the shape that the official `openai` client sends and expects.
+Requests are strict about what they know: a wrong type or range is refused with the name of the field. A parameter that
+would change the output and is not served yet is refused unless it has a neutral value; any other unknown parameter is
+ignored.
+"""
 
 from __future__ import annotations
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from typing import TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo
 from pydantic_core import PydanticCustomError
+
+_T = TypeVar("_T")
 
 
 class RequestPart(BaseModel):
@@ -33,3 +43,18 @@ def only(*neutral: object) -> AfterValidator:
         raise PydanticCustomError("unsupported_parameter", "This server does not support it yet")
 
     return AfterValidator(refuse)
+
+
+def text_or_list(value: object) -> str | None:
+    """Which arm of "one text or a list" a value belongs to.
+
+    Names of union arms stand in angle brackets, so that `field_name` can leave them out.
+    """
+    return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
+
+
+def check_needs(switch: str, value: _T, info: ValidationInfo) -> _T:
+    """Refuse a field that means nothing while an earlier one is not true."""
+    if value is not None and not info.data.get(switch):
+        raise PydanticCustomError("missing_switch", "It needs `{switch}` to be true", {"switch": switch})
+    return value

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from deployment.openai_tools import CallDelta, FunctionDelta, ReplyCall, ReplyFunction
 from deployment.reply_parser import Parsed, ParsedCall
-from deployment.tool_types import CallDelta, FunctionDelta, ReplyCall, ReplyFunction
 
 
 def call_deltas(parsed: Iterable[Parsed]) -> list[CallDelta]:

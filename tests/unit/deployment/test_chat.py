@@ -11,7 +11,7 @@ from actors.messages import RequestOutput
 from deployment.chat import ChatPrompt, ChatRenderer, ChatReply
 from deployment.errors import InvalidRequestError
 from deployment.generation import ReplyHeader
-from deployment.openai_types import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
+from deployment.openai_chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from deployment.tokenizer import Tokenizer
 from tests.unit.deployment.fake_engine import address, create_script, end_of_turn
 from tests.unit.deployment.tokenizers_for_tests import (

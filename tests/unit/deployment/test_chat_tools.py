@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deployment.chat import VENDOR_MODEL_NAME, ChatRenderer
 from deployment.errors import InvalidRequestError
-from deployment.openai_types import ChatCompletionRequest
+from deployment.openai_chat import ChatCompletionRequest
 from tests.unit.deployment.fake_engine import MODEL, FakeEngine, create_app, create_http_client, end_of_turn
 from tests.unit.deployment.test_chat import EFFORT_LINE, NO_THINKING, answer, render, rendered_text, say
 from tests.unit.deployment.test_reply_parser import D, block, invoke

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from actors.messages import RequestOutput
 from deployment.completions import CompletionNews, CompletionReply
 from deployment.generation import ReplyHeader
-from deployment.openai_types import Completion, CompletionChoice, CompletionRequest
+from deployment.openai_completions import Completion, CompletionChoice, CompletionRequest
 from deployment.tokenizer import Tokenizer
 from tests.unit.deployment.fake_engine import address, create_script, end_of_turn
 from tests.unit.deployment.tokenizers_for_tests import (

@@ -7,14 +7,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from deployment.http_errors import field_name
-from deployment.openai_types import (
-    INT64_MAX,
-    ChatChunkChoice,
-    ChatCompletionRequest,
-    ChatDelta,
-    CompletionRequest,
-    RequestPart,
-)
+from deployment.openai_base import RequestPart
+from deployment.openai_chat import ChatChunkChoice, ChatCompletionRequest, ChatDelta
+from deployment.openai_completions import CompletionRequest
+from deployment.openai_generation import INT64_MAX
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}
