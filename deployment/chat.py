@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from deployment.openai_chat import (
     ChatReplyMessage,
     ChatTokenLogprob,
 )
+from deployment.openai_conversation import ChatPromptRequest
 from deployment.openai_generation import CompletionTokensDetails, Usage
 from deployment.reply_parser import VENDOR_MODEL_NAME, Channel, Parsed, ParsedText, ReplyParser
 from deployment.tokenizer import Detokenizer, Tokenizer
@@ -49,15 +51,19 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._options = recipe.ConversionOptions().with_default_thinking_mode(thinks_by_default)
 
-    def render(self, request: ChatCompletionRequest) -> ChatPrompt:
+    def render(self, request: ChatPromptRequest, stop_strings: Sequence[str] = ()) -> ChatPrompt:
         """Render and encode; takes as long as the conversation is, so not on the event loop.
+
+        Args:
+            request: what to render.
+            stop_strings: for the reply's parser; the prompt does not depend on them.
 
         Raises: InvalidRequestError for a conversation that the vendor's encoding does not have.
         """
         effort = request.effort
         # The vendor's conversion has names only; a number takes the place of the default's in the prompt.
         is_number = isinstance(effort, int)
-        body = _vendor_body(request) | {"reasoning_effort": "high" if is_number else effort}
+        body = _vendor_body(request, stop_strings) | {"reasoning_effort": "high" if is_number else effort}
         try:
             conversation = recipe.ChatCompletionRequest(_without_none(body)).convert(self._options)
         except (OverflowError, RecursionError) as error:
@@ -71,8 +77,8 @@ class ChatRenderer:
         return ChatPrompt(token_ids, conversation)
 
 
-def _vendor_body(request: ChatCompletionRequest) -> dict[str, Any]:
-    """The part of a request that decides the prompt, as the vendor's conversion takes it."""
+def _vendor_body(request: ChatPromptRequest, stop_strings: Sequence[str]) -> dict[str, Any]:
+    """A request as the vendor's conversion takes it."""
     message_fields = {"role", "content", "reasoning_content", "prefix", "tool_calls", "tool_call_id"}
     dumped = request.model_dump(
         include={"messages": {"__all__": message_fields}, "tools": True, "tool_choice": True},
@@ -86,7 +92,7 @@ def _vendor_body(request: ChatCompletionRequest) -> dict[str, Any]:
         "tool_choice": dumped.get("tool_choice") if request.tools else None,
         "thinking": {"type": thinking} if thinking else None,
         # Where several stop strings end at once, the vendor takes the first listed: let it be the longest.
-        "stop": sorted(request.stop_strings, key=len, reverse=True),
+        "stop": sorted(stop_strings, key=len, reverse=True),
     }
 
 

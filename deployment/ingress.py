@@ -13,10 +13,11 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from actors.messages import AddRequest, EngineHealth, EnginePlacement, RequestOutput
-from deployment.api import ModelFacts, build_api
+from deployment.api import build_api
 from deployment.containment import contain_replica
 from deployment.core_actor import EngineSpec
 from deployment.errors import EngineDeadError
+from deployment.request_reader import ModelFacts
 from deployment.tokenizer import Tokenizer
 from placement.profile import Profile
 

@@ -5,30 +5,20 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
 
 from deployment.openai_base import ResponsePart, check_needs, is_none, only
-from deployment.openai_conversation import ChatMessage, ReasoningEffort, TemplateOptions, ThinkingSwitch
+from deployment.openai_conversation import ChatPromptRequest
 from deployment.openai_generation import MAX_LOGPROBS, GenerationRequest, Usage
-from deployment.openai_tools import CallDelta, NamedTool, ReplyCall, Tool, ToolChoice
+from deployment.openai_tools import CallDelta, ReplyCall
 
 
-class ChatCompletionRequest(GenerationRequest):
+class ChatCompletionRequest(ChatPromptRequest, GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     """OpenAI's newer name of `max_tokens`; it wins where both are given."""
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    thinking: ThinkingSwitch | None = None
-    reasoning_effort: ReasoningEffort | None = None
-    """`none` turns thinking off."""
-    chat_template_kwargs: TemplateOptions | None = None
-    """Counts where `thinking` and `reasoning_effort` are unset."""
-    tools: list[Tool] | None = None
-    tool_choice: ToolChoice | None = None
-    """Unset: `auto`."""
     parallel_tool_calls: bool | None = None
     """false: the reply ends after its first call."""
 
@@ -39,18 +29,6 @@ class ChatCompletionRequest(GenerationRequest):
     audio: Annotated[Any, only()] = None
     prediction: Annotated[Any, only()] = None
     web_search_options: Annotated[Any, only()] = None
-    continue_final_message: Annotated[Any, only(False)] = None
-    add_generation_prompt: Annotated[Any, only(True)] = None
-
-    @field_validator("tool_choice")
-    @classmethod
-    def _check_has_tool(cls, value: str | NamedTool | None, info: ValidationInfo) -> str | NamedTool | None:
-        names = {tool.function.name for tool in info.data.get("tools") or []}
-        if value == "required" and not names and "tools" in info.data:
-            raise PydanticCustomError("missing_tools", "It needs `tools`")
-        if isinstance(value, NamedTool) and value.function.name not in names and "tools" in info.data:
-            raise PydanticCustomError("unknown_tool", "No function in `tools` has this name")
-        return value
 
     @field_validator("top_logprobs")
     @classmethod
@@ -63,23 +41,6 @@ class ChatCompletionRequest(GenerationRequest):
         if not self.tools or self.tool_choice == "none":
             return 0
         return 1 if self.parallel_tool_calls is False else None
-
-    @property
-    def effort(self) -> str | int | None:
-        """`reasoning_effort`, wherever it stands."""
-        options = self.chat_template_kwargs
-        return self.reasoning_effort or (options.reasoning_effort if options else None)
-
-    @property
-    def thinking_type(self) -> str | None:
-        """The vendor's word for whether to think, if the request says so."""
-        if self.thinking:
-            return self.thinking.type
-        options = self.chat_template_kwargs
-        if options is None:
-            return None
-        is_wanted = options.enable_thinking if options.thinking is None else options.thinking
-        return None if is_wanted is None else "enabled" if is_wanted else "disabled"
 
     @property
     def num_logprobs(self) -> int | None:

@@ -1,4 +1,4 @@
-"""What a chat prompt is rendered from: messages, and whether and how much to think."""
+"""What a chat prompt is rendered from: messages, tools, and whether and how much to think."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationInfo, fiel
 from pydantic_core import PydanticCustomError
 
 from deployment.openai_base import RequestPart, only, text_or_list
-from deployment.openai_tools import HistoryCall
+from deployment.openai_tools import HistoryCall, NamedTool, Tool, ToolChoice
 
 
 class TextPart(RequestPart):
@@ -101,3 +101,47 @@ class TemplateOptions(RequestPart):
     thinking: bool | None = None
     enable_thinking: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
+
+
+class ChatPromptRequest(RequestPart):
+    """The part of a chat request that decides its prompt."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    thinking: ThinkingSwitch | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    """`none` turns thinking off."""
+    chat_template_kwargs: TemplateOptions | None = None
+    """Counts where `thinking` and `reasoning_effort` are unset."""
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    """Unset: `auto`."""
+
+    continue_final_message: Annotated[Any, only(False)] = None
+    add_generation_prompt: Annotated[Any, only(True)] = None
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _check_has_tool(cls, value: str | NamedTool | None, info: ValidationInfo) -> str | NamedTool | None:
+        names = {tool.function.name for tool in info.data.get("tools") or []}
+        if value == "required" and not names and "tools" in info.data:
+            raise PydanticCustomError("missing_tools", "It needs `tools`")
+        if isinstance(value, NamedTool) and value.function.name not in names and "tools" in info.data:
+            raise PydanticCustomError("unknown_tool", "No function in `tools` has this name")
+        return value
+
+    @property
+    def effort(self) -> str | int | None:
+        """`reasoning_effort`, wherever it stands."""
+        options = self.chat_template_kwargs
+        return self.reasoning_effort or (options.reasoning_effort if options else None)
+
+    @property
+    def thinking_type(self) -> str | None:
+        """The vendor's word for whether to think, if the request says so."""
+        if self.thinking:
+            return self.thinking.type
+        options = self.chat_template_kwargs
+        if options is None:
+            return None
+        is_wanted = options.enable_thinking if options.thinking is None else options.thinking
+        return None if is_wanted is None else "enabled" if is_wanted else "disabled"

@@ -55,9 +55,10 @@ class Tokenizer:
         self._hidden_ids = frozenset(
             id_ for id_, token in whole.get_added_tokens_decoder().items() if token.special
         )
-        self._control_ids = {
-            token: id_ for id_, added in whole.get_added_tokens_decoder().items() if (token := added.content)
+        self._control_tokens = {
+            id_: token.content for id_, token in whole.get_added_tokens_decoder().items() if token.content
         }
+        self._control_ids = {token: id_ for id_, token in self._control_tokens.items()}
         self._marker_ids = self._ids_of(REPLY_MARKERS)
         self._hidden_in_chat_ids = (self._hidden_ids | self._ids_of(PROMPT_MARKERS)) - self._marker_ids
         self._bos_id = _check_control_tokens(whole, self._conversation_encoding)
@@ -128,9 +129,17 @@ class Tokenizer:
         hidden_ids = self._hidden_in_chat_ids if show_markers else self._hidden_ids
         return b"" if token_id in hidden_ids else self.token_bytes(token_id)
 
+    def token_string(self, token_id: int) -> str:
+        """How the vocabulary spells a token: byte-level symbols, a control token as it is; without a token: empty."""
+        return self._control_tokens.get(token_id) or self._plain_text.id_to_token(token_id) or ""
+
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of whole replies, control tokens left out."""
         return b"".join(map(self.text_bytes, token_ids)).decode("utf-8", errors="replace")
+
+    def spell(self, token_ids: Iterable[int]) -> str:
+        """Text of whole prompts, control tokens as they are spelt."""
+        return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", errors="replace")
 
 
 class Detokenizer:

@@ -19,9 +19,10 @@ from actors.messages import (
     SampledToken,
     TokenLogprob,
 )
-from deployment.api import ModelFacts, build_api
+from deployment.api import build_api
 from deployment.config import ApiConfig
 from deployment.errors import EngineDeadError
+from deployment.request_reader import ModelFacts
 from deployment.tokenizer import Tokenizer
 from placement.profile import VERSION, PhaseProfile, Profile
 from tests.unit.deployment.tokenizers_for_tests import EOS_ID, TINY_VOCAB_SIZE, tiny_tokenizer

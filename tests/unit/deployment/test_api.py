@@ -421,7 +421,7 @@ async def test_an_engine_that_ends_without_a_reason_is_an_error(route: str):
     assert (await post_json(FakeEngine([]), route)).status_code == 500
 
 
-# --- models and health ---
+# --- models ---
 
 
 async def test_models_are_listed_and_retrieved():
@@ -435,18 +435,6 @@ async def test_models_are_listed_and_retrieved():
     async with create_http_client(create_app(create_engine(), model_name="org/name")) as client:
         assert (await client.get("/v1/models")).json() == {"object": "list", "data": [model]}
         assert (await client.get("/v1/models/org/name")).json() == model
-
-
-async def test_health_is_the_engines():
-    engine = create_engine()
-    async with create_http_client(create_app(engine)) as client:
-        assert (await client.get("/health")).json() == {"status": "ok", "warnings": []}
-        engine.warnings = ["the pool is slow"]
-        assert (await client.get("/health")).json()["warnings"] == ["the pool is slow"]
-        engine.is_alive = False
-        response = await client.get("/health")
-    assert response.status_code == 503
-    assert error_of(response)["code"] == "engine_dead"
 
 
 # --- anything at all ---

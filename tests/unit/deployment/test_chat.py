@@ -49,7 +49,7 @@ def answer(
     """The whole reply to a script, after checking that the stream says the same."""
     tokenizer = tokenizer or tiny_tokenizer()
     request = create_request(**fields)
-    prompt = ChatRenderer(tokenizer, thinks_by_default=True).render(request)
+    prompt = ChatRenderer(tokenizer, thinks_by_default=True).render(request, request.stop_strings)
     reply = ChatReply(HEADER, request, prompt, tokenizer)
     deltas = []
     for output in script:
