@@ -69,6 +69,7 @@ def resolve(config: EngineConfig) -> EngineSpec:
     return EngineSpec(
         config=config,
         checkpoint=checkpoint.resolve(),
+        content_hash=layout.content_hash,
         device=resolve_device(config.shard, ray.cluster_resources().get("GPU", 0)),
         limits=SchedulerLimits.resolve(config.scheduler, model.text_config),
         eos_token_id=model.eos_token_id,

@@ -117,7 +117,12 @@ class CompletionApi:
         )
 
     def _header(self, request: AddRequest) -> ReplyHeader:
-        return ReplyHeader(id=request.request_id, created=int(self._now()), model=self._config.model_name)
+        return ReplyHeader(
+            id=request.request_id,
+            created=int(self._now()),
+            model=self._config.model_name,
+            system_fingerprint=self._facts.system_fingerprint,
+        )
 
     def _max_tokens(self, body: GenerationRequest, num_prompt_tokens: int) -> int:
         """How many tokens to generate: what was asked for, or the endpoint's default, within the context."""

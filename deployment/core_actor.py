@@ -35,6 +35,8 @@ class EngineSpec:
 
     config: EngineConfig
     checkpoint: Path
+    content_hash: str
+    """Of the checkpoint; see `CheckpointLayout`."""
     device: Device
     limits: SchedulerLimits
     """On GPUs `num_blocks` is what fits unless it is set."""

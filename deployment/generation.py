@@ -84,6 +84,8 @@ class ReplyHeader(TypedDict):
     created: int
     """Unix time in seconds."""
     model: str
+    system_fingerprint: str
+    """See `deployment/fingerprint.py`."""
 
 
 def make_usage(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable
 from typing import Any
@@ -17,6 +18,7 @@ from deployment.api import build_api
 from deployment.containment import contain_replica
 from deployment.core_actor import EngineSpec
 from deployment.errors import EngineDeadError
+from deployment.fingerprint import installed_software, system_fingerprint
 from deployment.request_reader import ModelFacts
 from deployment.tokenizer import Tokenizer
 from placement.profile import Profile
@@ -45,8 +47,19 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> Starlette:
         """Serve calls this once, after the constructor."""
         spec = self._spec
-        tokenizer = Tokenizer.load(spec.checkpoint / "tokenizer.json")
-        facts = ModelFacts(max_model_len=spec.limits.max_model_len, vocab_size=spec.vocab_size)
+        tokenizer_file = spec.checkpoint / "tokenizer.json"
+        tokenizer = Tokenizer.load(tokenizer_file)
+        facts = ModelFacts(
+            max_model_len=spec.limits.max_model_len,
+            vocab_size=spec.vocab_size,
+            system_fingerprint=system_fingerprint(
+                model_hash=spec.content_hash + hashlib.sha256(tokenizer_file.read_bytes()).hexdigest(),
+                shard=spec.config.shard,
+                device=spec.device,
+                thinks_by_default=spec.config.api.thinks_by_default,
+                software=installed_software(),
+            ),
+        )
         return build_api(self._engine, tokenizer, spec.config.api, facts)
 
 

@@ -109,6 +109,7 @@ class ChatCompletion(ResponsePart):
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
 
@@ -138,5 +139,6 @@ class ChatCompletionChunk(ResponsePart):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None

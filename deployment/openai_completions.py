@@ -97,5 +97,6 @@ class Completion(ResponsePart):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | None = None

@@ -45,7 +45,8 @@ class GenerationRequest(RequestPart):
     """0 and -1 keep every token."""
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-INT64_MAX - 1, le=INT64_MAX)
-    """Unset: drawn at random for each request."""
+    """Equal seeds give equal replies while `system_fingerprint` stays the same. Unset: drawn at random for each
+    request."""
     stop: Stop | None = None
     """The text ends before the first of these."""
     stop_token_ids: list[TokenId] | None = None

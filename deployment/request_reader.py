@@ -23,6 +23,8 @@ class ModelFacts:
     """Longest prompt plus output, in tokens."""
     vocab_size: int
     """Token ids are below this."""
+    system_fingerprint: str
+    """Names what decides a reply besides the request; see `deployment/fingerprint.py`."""
 
 
 class RequestReader:

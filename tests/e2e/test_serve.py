@@ -93,6 +93,7 @@ def test_the_official_client_gets_the_same_text_streamed_and_whole(client: opena
     whole = client.chat.completions.create(**options)
     chunks = list(client.chat.completions.create(**options, stream=True))
     assert whole.choices[0].message.content == "".join(c.choices[0].delta.content or "" for c in chunks)
+    assert whole.system_fingerprint == chunks[0].system_fingerprint
     assert whole.usage is not None
     assert 0 < whole.usage.completion_tokens <= 12
     assert [m.id for m in client.models.list()] == [MODEL]

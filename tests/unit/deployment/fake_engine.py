@@ -31,6 +31,7 @@ MAX_MODEL_LEN = 256
 MODEL = "test-model"
 NOW = 1_700_000_000.5
 SEED = 12345
+FINGERPRINT = "fp_0123456789ab"
 
 Step = RequestOutput | Exception
 HANG = RequestOutput("", tokens=[SampledToken(-1)])
@@ -135,7 +136,7 @@ def create_app(
         engine,
         tokenizer or tiny_tokenizer(),
         ApiConfig.model_validate({"model_name": MODEL, "thinks_by_default": False, **config}),
-        ModelFacts(max_model_len=max_model_len, vocab_size=TINY_VOCAB_SIZE),
+        ModelFacts(max_model_len=max_model_len, vocab_size=TINY_VOCAB_SIZE, system_fingerprint=FINGERPRINT),
         now=lambda: NOW,
         draw_seed=lambda: SEED,
     )

@@ -15,6 +15,7 @@ from actors.messages import RequestError
 from deployment.errors import EngineDeadError
 from deployment.tokenizer import Tokenizer
 from tests.unit.deployment.fake_engine import (
+    FINGERPRINT,
     MAX_MODEL_LEN,
     MODEL,
     NOW,
@@ -108,6 +109,12 @@ async def test_a_completion_request_reaches_the_engine(
     assert request.request_id == response.json()["id"]
     assert request.request_id.startswith("cmpl-")
     assert request.prompt_token_ids == prompt_token_ids
+
+
+@on_both_routes
+async def test_a_reply_says_what_decided_it(route: str):
+    response = await post_json(create_engine(), route)
+    assert response.json()["system_fingerprint"] == FINGERPRINT
 
 
 @on_both_routes

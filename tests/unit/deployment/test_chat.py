@@ -23,7 +23,7 @@ from tests.unit.deployment.tokenizers_for_tests import (
     tiny_tokenizer,
 )
 
-HEADER = ReplyHeader(id="chatcmpl-1", created=1, model="m")
+HEADER = ReplyHeader(id="chatcmpl-1", created=1, model="m", system_fingerprint="fp_1")
 NO_THINKING = {"thinking": {"type": "disabled"}}
 EFFORT_LINE = "Reasoning Effort: {} (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
 

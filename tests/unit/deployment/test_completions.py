@@ -19,7 +19,7 @@ from tests.unit.deployment.tokenizers_for_tests import (
     tiny_tokenizer,
 )
 
-HEADER = ReplyHeader(id="cmpl-1", created=1, model="m")
+HEADER = ReplyHeader(id="cmpl-1", created=1, model="m", system_fingerprint="fp_1")
 NUM_PROMPT_TOKENS = 3
 BOTH = pytest.mark.parametrize("tokenizer", [tiny_tokenizer(), merging_tokenizer()], ids=["tiny", "merging"])
 

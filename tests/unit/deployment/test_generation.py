@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message
 from actors.messages import RequestError, RequestOutput
 from deployment.errors import EngineDeadError
 from tests.unit.deployment.fake_engine import (
+    FINGERPRINT,
     HANG,
     MODEL,
     FakeEngine,
@@ -88,6 +89,7 @@ async def test_each_engine_output_is_one_event(route: str):
     events = await stream(FakeEngine(end_of_turn(byte_ids(b"ab"), byte_ids(b"c"))), route)
     assert [text_of(event) for event in events if text_of(event)] == ["ab", "c"]
     assert len({event["id"] for event in events}) == 1
+    assert {event["system_fingerprint"] for event in events} == {FINGERPRINT}
 
 
 @on_both_routes
