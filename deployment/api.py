@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -70,8 +72,12 @@ def build_api(
 def _with_description(endpoints: list[Endpoint]) -> list[Endpoint]:
     """The endpoints, and one that describes them all, itself included."""
 
+    @cache
+    def document() -> dict[str, Any]:
+        return openapi_document(described)
+
     async def describe(request: Request) -> Response:
-        return JSONResponse(document)
+        return JSONResponse(document())
 
     description = Endpoint(
         method="GET",
@@ -80,5 +86,5 @@ def _with_description(endpoints: list[Endpoint]) -> list[Endpoint]:
         summary="This document",
         response=None,
     )
-    document = openapi_document([*endpoints, description])
-    return [*endpoints, description]
+    described = [*endpoints, description]
+    return described

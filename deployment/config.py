@@ -4,6 +4,7 @@ Each part is defined beside the code that reads it; defaults live in these model
 """
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -56,6 +57,9 @@ class ApiConfig(BaseModel):
     """Ingress replicas."""
     num_tokenizer_threads: int = Field(default=2, ge=1)
     """Prompts one ingress replica encodes at once, beside its event loop."""
+    unknown_parameters: Literal["ignore", "refuse"] = "ignore"
+    """What becomes of a request with a parameter that this server does not know: `ignore` serves it and names the
+    parameter in a debug log, `refuse` answers 400 with its name. Known ones that are not supported are refused."""
     thinks_by_default: bool = True
     """Whether a chat request that says nothing about thinking gets it, as the vendor's API does."""
 

@@ -3,7 +3,8 @@
     HotsetError
     ├── ApiError                        status  type                   code
     │   ├── InvalidRequestError           400   invalid_request_error
-    │   │   └── ContextLengthError        400   invalid_request_error  context_length_exceeded
+    │   │   ├── ContextLengthError        400   invalid_request_error  context_length_exceeded
+    │   │   └── UnknownParameterError     400   invalid_request_error  unknown_parameter
     │   ├── ModelNotFoundError            404   invalid_request_error  model_not_found
     │   ├── BodyTooLargeError             413   invalid_request_error  body_too_large
     │   ├── OverloadedError               429   rate_limit_exceeded    (Retry-After)
@@ -59,6 +60,12 @@ class ContextLengthError(InvalidRequestError):
     """Prompt, or prompt and output, longer than the context or the KV memory."""
 
     code = "context_length_exceeded"
+
+
+class UnknownParameterError(InvalidRequestError):
+    """A parameter that this server does not know, where such are refused."""
+
+    code = "unknown_parameter"
 
 
 class ModelNotFoundError(ApiError):

@@ -14,7 +14,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from actors.messages import RequestError
-from deployment.errors import ApiError, EngineDeadError, InternalError, InvalidRequestError, OverloadedError
+from deployment.errors import (
+    ApiError,
+    EngineDeadError,
+    InternalError,
+    InvalidRequestError,
+    OverloadedError,
+    UnknownParameterError,
+)
 from deployment.openai_errors import ErrorBody, ErrorDetail
 
 logger = logging.getLogger(__name__)
@@ -53,6 +60,8 @@ def error_of_validation(error: ValidationError) -> InvalidRequestError:
     if first["type"] == "json_invalid":
         return InvalidRequestError(f"The body is not valid JSON in UTF-8. {first['msg']}.", param="body")
     name = field_name(first["loc"])
+    if first["type"] == "extra_forbidden":
+        return UnknownParameterError(f"'{name}': This server does not know this parameter.", param=name)
     return InvalidRequestError(f"'{name}': {first['msg']}.", param=name)
 
 

@@ -2,13 +2,13 @@
 
 The models of an endpoint are in its `openai_*.py`, in the shape that the official `openai` client sends and expects.
 Requests are strict about what they know: a wrong type or range is refused with the name of the field. A parameter that
-would change the output and is not served yet is refused unless it has a neutral value; any other unknown parameter is
-ignored.
+would change the output and is not served yet is refused unless it has a neutral value. One that no output depends on
+is `Ignored`; what becomes of those that no model knows is the setting `unknown_parameters`.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo
 from pydantic_core import PydanticCustomError
@@ -26,6 +26,10 @@ class RequestPart(BaseModel):
 
 class ResponsePart(BaseModel):
     """Base of what the server sends."""
+
+
+Ignored = Any
+"""Type of a parameter that OpenAI's API knows and that changes nothing here."""
 
 
 def is_none(value: object) -> bool:

@@ -25,6 +25,7 @@ class ChatCompletionRequest(ChatPromptRequest, GenerationRequest):
     functions: Annotated[Any, only([])] = None
     function_call: Annotated[Any, only("none", "auto")] = None
     response_format: Annotated[Any, only({"type": "text"})] = None
+    verbosity: Annotated[Any, only("medium")] = None
     modalities: Annotated[Any, only(["text"])] = None
     audio: Annotated[Any, only()] = None
     prediction: Annotated[Any, only()] = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from deployment.openai_base import RequestPart, only, text_or_list
+from deployment.openai_base import Ignored, RequestPart, only, text_or_list
 from deployment.openai_tools import HistoryCall, NamedTool, Tool, ToolChoice
 
 
@@ -42,6 +42,10 @@ class ChatMessage(RequestPart):
     """Assistant only: the reasoning that came with this answer."""
     prefix: bool | None = None
     """Last assistant message only: the reply continues it."""
+    name: Ignored = None
+    refusal: Ignored = None
+    annotations: Ignored = None
+    audio: Annotated[Any, only()] = None
     function_call: Annotated[Any, only()] = None
 
     @field_validator("tool_calls")

@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
 
 from actors.messages import Priority, SamplingParams
-from deployment.openai_base import RequestPart, ResponsePart, check_needs, is_none, only, text_or_list
+from deployment.openai_base import (
+    Ignored,
+    RequestPart,
+    ResponsePart,
+    check_needs,
+    is_none,
+    only,
+    text_or_list,
+)
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 4
@@ -57,6 +65,13 @@ class GenerationRequest(RequestPart):
     stream_options: StreamOptions | None = None
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
     """`flex` runs when nothing more urgent does; the others are all the same here."""
+
+    user: Ignored = None
+    metadata: Ignored = None
+    store: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
 
     n: Annotated[Any, only(1)] = None
     frequency_penalty: Annotated[Any, only(0, 0.0)] = None

@@ -36,7 +36,8 @@ class RequestReader:
 
     async def read(self, request: Request, body_type: type[_R]) -> _R:
         """The body, validated; see `read_json`."""
-        return await read_json(request, body_type, self._config.max_body_bytes)
+        config = self._config
+        return await read_json(request, body_type, config.max_body_bytes, config.unknown_parameters)
 
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFoundError if `name` is another model than the one that is served."""
