@@ -12,10 +12,13 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from deployment.api_keys import ApiKeys
 from deployment.completion_api import CompletionApi
 from deployment.config import ApiConfig
+from deployment.cors import cors_middleware
 from deployment.endpoint import Endpoint
 from deployment.generation import EngineHandle
+from deployment.guard import Guard
 from deployment.health_api import HealthApi
 from deployment.http_errors import EXCEPTION_HANDLERS
 from deployment.model_api import ModelApi
@@ -37,7 +40,9 @@ def build_api(
     config: ApiConfig,
     facts: ModelFacts,
     *,
+    keys: ApiKeys | None = None,
     now: Callable[[], float] = time.time,
+    monotonic: Callable[[], float] = time.monotonic,
     draw_seed: Callable[[], int] = _draw_seed,
 ) -> Starlette:
     """The ASGI app.
@@ -47,9 +52,12 @@ def build_api(
         tokenizer: the checkpoint's.
         config: name, limits and defaults.
         facts: what is fixed by checkpoint and engine.
+        keys: those that clients may use, as `load_api_keys` read them.
         now: Unix time in seconds.
+        monotonic: seconds of a clock that only goes forward.
         draw_seed: a random number in [0, 2**63), for a request that comes without a seed.
     """
+    guard = Guard(keys, config.max_requests_per_minute, monotonic)
     reader = RequestReader(config, facts)
     encoder = PromptEncoder(tokenizer, config)
     completions = CompletionApi(engine, reader, encoder, tokenizer, config, facts, now, draw_seed)
@@ -60,21 +68,24 @@ def build_api(
             *TokenApi(reader, encoder, tokenizer, facts).endpoints(),
             *PlacementApi(engine).endpoints(),
             *HealthApi(engine).endpoints(),
-        ]
+        ],
+        needs_key=guard.needs_key,
     )
     app = Starlette(
-        routes=[endpoint.route() for endpoint in endpoints], exception_handlers=EXCEPTION_HANDLERS
+        routes=[endpoint.route(guard) for endpoint in endpoints],
+        middleware=cors_middleware(config.cors_origins),
+        exception_handlers=EXCEPTION_HANDLERS,
     )
     app.router.redirect_slashes = False
     return app
 
 
-def _with_description(endpoints: list[Endpoint]) -> list[Endpoint]:
+def _with_description(endpoints: list[Endpoint], *, needs_key: bool) -> list[Endpoint]:
     """The endpoints, and one that describes them all, itself included."""
 
     @cache
     def document() -> dict[str, Any]:
-        return openapi_document(described)
+        return openapi_document(described, needs_key=needs_key)
 
     async def describe(request: Request) -> Response:
         return JSONResponse(document())

@@ -10,6 +10,7 @@ import ray
 from ray import serve
 from ray.serve import Application
 
+from deployment.api_keys import load_api_keys
 from deployment.bundles import STRATEGY, placement_bundles, resolve_device
 from deployment.config import EngineConfig
 from deployment.core_actor import EngineSpec
@@ -26,6 +27,7 @@ def build(args: EngineConfig) -> Application:
     Raises: pydantic.ValidationError naming the setting; CheckpointError naming file and tensor; SettingsError.
     """
     config = EngineConfig.model_validate(args)
+    load_api_keys(config.api)  # each ingress replica reads its own; here, so that mistakes end the start
     spec = resolve(config)
     bundles = placement_bundles(config.shard.world_size, spec.device)
     engine = serve.deployment(

@@ -4,9 +4,9 @@ Each part is defined beside the code that reads it; defaults live in these model
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from actors.config import ExpertCacheConfig, ShardConfig
 
@@ -51,6 +51,16 @@ class ApiConfig(BaseModel):
     """Name that requests and `/v1/models` use."""
     max_body_bytes: int = Field(default=8 * 2**20, ge=1024)
     """Larger request bodies are refused with 413."""
+    api_keys_env: str | None = Field(default=None, min_length=1)
+    """Environment variable of the ingress processes that has the API keys, separated by commas or white space. With
+    this or `api_keys_file`, requests need `Authorization: Bearer KEY`, all but those to `/health`."""
+    api_keys_file: Path | None = None
+    """File that has API keys, one a line; `#` begins a comment. Read once, at start. Both places add up."""
+    max_requests_per_minute: int | None = Field(default=None, ge=1)
+    """Requests that one API key may send a minute, counted by each ingress replica for itself; more are refused with
+    429 and Retry-After. Up to a minute's worth may come at once. Unset: any number."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose web pages may call this server from a browser, as in `https://page.example`; `*` is any."""
     max_ongoing_requests: int = Field(default=512, ge=1)
     """Requests one ingress replica works on at once."""
     num_replicas: int = Field(default=1, ge=1)
@@ -62,6 +72,16 @@ class ApiConfig(BaseModel):
     parameter in a debug log, `refuse` answers 400 with its name. Known ones that are not supported are refused."""
     thinks_by_default: bool = True
     """Whether a chat request that says nothing about thinking gets it, as the vendor's API does."""
+
+    @model_validator(mode="after")
+    def _check_limit_has_keys(self) -> Self:
+        has_keys = self.api_keys_env is not None or self.api_keys_file is not None
+        if self.max_requests_per_minute is not None and not has_keys:
+            raise ValueError(
+                f"max_requests_per_minute = {self.max_requests_per_minute} is for each API key: set api_keys_env or "
+                "api_keys_file, too"
+            )
+        return self
 
 
 class EngineConfig(BaseModel):

@@ -13,6 +13,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from deployment.guard import Guard
+
 Body: TypeAlias = type[BaseModel] | type[msgspec.Struct]
 
 
@@ -35,10 +37,18 @@ class Endpoint:
     """What each event has if the request asks for a stream."""
     query: tuple[str, ...] = ()
     """Parameters of the query; none of them is required."""
+    is_open: bool = False
+    """Whether it is answered without an API key, too."""
 
-    def route(self) -> Route:
-        """What Starlette serves."""
-        return Route(self.path, self.handler, methods=[self.method])
+    def route(self, guard: Guard) -> Route:
+        """What Starlette serves: the handler, behind the guard."""
+
+        async def answer(request: Request) -> ASGIApp:
+            if not self.is_open:
+                guard.admit(request.headers.get("authorization"))
+            return await self.handler(request)
+
+        return Route(self.path, answer, methods=[self.method])
 
 
 def json_response(body: Any) -> Response:

@@ -5,9 +5,11 @@
     │   ├── InvalidRequestError           400   invalid_request_error
     │   │   ├── ContextLengthError        400   invalid_request_error  context_length_exceeded
     │   │   └── UnknownParameterError     400   invalid_request_error  unknown_parameter
+    │   ├── AuthenticationError           401   invalid_request_error  invalid_api_key (WWW-Authenticate)
     │   ├── ModelNotFoundError            404   invalid_request_error  model_not_found
     │   ├── BodyTooLargeError             413   invalid_request_error  body_too_large
     │   ├── OverloadedError               429   rate_limit_exceeded    (Retry-After)
+    │   ├── RateLimitError                429   rate_limit_exceeded    rate_limit_exceeded (Retry-After)
     │   ├── InternalError                 500   internal_error
     │   └── EngineDeadError               503   internal_error         engine_dead (Retry-After)
     ├── SettingsError                   the engine does not start
@@ -18,6 +20,7 @@ An `ApiError` is what a client may read: its message names the field, the value,
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 
@@ -48,6 +51,11 @@ class ApiError(HotsetError):
         self.param = param
         self.retry_after_s = self.default_retry_after_s if retry_after_s is None else retry_after_s
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response."""
+        return {} if self.retry_after_s is None else {"Retry-After": str(math.ceil(self.retry_after_s))}
+
 
 class InvalidRequestError(ApiError):
     """The request can never be served as it is."""
@@ -66,6 +74,19 @@ class UnknownParameterError(InvalidRequestError):
     """A parameter that this server does not know, where such are refused."""
 
     code = "unknown_parameter"
+
+
+class AuthenticationError(ApiError):
+    """The request has no API key, or none that is accepted."""
+
+    status = 401
+    error_type = "invalid_request_error"
+    code = "invalid_api_key"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """See ApiError."""
+        return super().headers | {"WWW-Authenticate": "Bearer"}
 
 
 class ModelNotFoundError(ApiError):
@@ -89,6 +110,14 @@ class OverloadedError(ApiError):
 
     status = 429
     error_type = "rate_limit_exceeded"
+
+
+class RateLimitError(ApiError):
+    """This API key has sent too many requests lately."""
+
+    status = 429
+    error_type = "rate_limit_exceeded"
+    code = "rate_limit_exceeded"
 
 
 class InternalError(ApiError):

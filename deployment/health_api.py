@@ -49,6 +49,7 @@ class HealthApi:
                 handler=self.check_ready,
                 summary="Whether the engine takes requests; 503 and Retry-After otherwise",
                 response=Readiness,
+                is_open=True,
             )
             for path in ("/health/ready", "/health")
         ]
@@ -60,6 +61,7 @@ class HealthApi:
                 handler=self.check_live,
                 summary="Whether this HTTP process answers, whatever its engine does",
                 response=Liveness,
+                is_open=True,
             ),
             Endpoint(
                 method="GET",

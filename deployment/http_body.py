@@ -65,7 +65,7 @@ async def _read_bounded(request: Request, max_bytes: int) -> bytes:
         raise too_large
     body = bytearray()
     async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
+        if len(body) + len(part) > max_bytes:
             raise too_large
+        body += part
     return bytes(body)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -34,6 +33,11 @@ def error_body(error: ApiError) -> bytes:
     """The JSON body that tells a client of `error`."""
     detail = ErrorDetail(message=error.message, type=error.error_type, param=error.param, code=error.code)
     return ErrorBody(error=detail).model_dump_json().encode()
+
+
+def error_response(error: ApiError) -> Response:
+    """The response that tells a client of `error`."""
+    return _json(error.status, error_body(error), error.headers)
 
 
 def internal_error() -> InternalError:
@@ -81,10 +85,7 @@ def field_name(location: tuple[int | str, ...]) -> str:
 
 async def _answer_api_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError), f"{error=}"
-    headers = {}
-    if error.retry_after_s is not None:
-        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
-    return _json(error.status, error_body(error), headers)
+    return error_response(error)
 
 
 async def _answer_http_exception(_: Request, error: Exception) -> Response:

@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 
 from actors.messages import AddRequest, EngineHealth, EnginePlacement, RequestOutput
 from deployment.api import build_api
+from deployment.api_keys import load_api_keys
 from deployment.containment import contain_replica
 from deployment.core_actor import EngineSpec
 from deployment.errors import EngineDeadError
@@ -60,7 +61,8 @@ class Ingress:
                 software=installed_software(),
             ),
         )
-        return build_api(self._engine, tokenizer, spec.config.api, facts)
+        api = spec.config.api
+        return build_api(self._engine, tokenizer, api, facts, keys=load_api_keys(api))
 
 
 class ServeEngineHandle:

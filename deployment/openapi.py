@@ -20,6 +20,7 @@ from deployment.version import VERSION
 _Mode = Literal["validation", "serialization"]
 _Schema = dict[str, Any]
 
+_KEY_SCHEME = "api_key"
 REFERENCE = "#/components/schemas/"
 
 
@@ -57,18 +58,29 @@ class _Schemas:
         return self._of_struct[body]
 
 
-def openapi_document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
-    """The document that describes `endpoints`."""
+def openapi_document(endpoints: Sequence[Endpoint], *, needs_key: bool) -> dict[str, Any]:
+    """The document that describes `endpoints`.
+
+    Args:
+        endpoints: all of them.
+        needs_key: whether those that are not open need an API key.
+    """
     schemas = _Schemas(endpoints)
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
         path = endpoint.path.replace(":path}", "}")
-        paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint, path, schemas)
+        operation = _operation(endpoint, path, schemas)
+        if needs_key and not endpoint.is_open:
+            operation["security"] = [{_KEY_SCHEME: []}]
+        paths.setdefault(path, {})[endpoint.method.lower()] = operation
+    components: dict[str, Any] = {"schemas": schemas.components}
+    if needs_key:
+        components["securitySchemes"] = {_KEY_SCHEME: {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "hotset", "version": VERSION},
         "paths": paths,
-        "components": {"schemas": schemas.components},
+        "components": components,
     }
 
 

@@ -1,7 +1,8 @@
 """An engine that answers from a script, and the API in front of it, in this process."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import httpx
 import msgspec
@@ -20,6 +21,7 @@ from actors.messages import (
     TokenLogprob,
 )
 from deployment.api import build_api
+from deployment.api_keys import load_api_keys
 from deployment.config import ApiConfig
 from deployment.errors import EngineDeadError
 from deployment.request_reader import ModelFacts
@@ -130,14 +132,18 @@ def create_app(
     *,
     tokenizer: Tokenizer | None = None,
     max_model_len: int = MAX_MODEL_LEN,
-    **config: object,
+    monotonic: Callable[[], float] = time.monotonic,
+    **settings: object,
 ) -> Starlette:
+    config = ApiConfig.model_validate({"model_name": MODEL, "thinks_by_default": False, **settings})
     return build_api(
         engine,
         tokenizer or tiny_tokenizer(),
-        ApiConfig.model_validate({"model_name": MODEL, "thinks_by_default": False, **config}),
+        config,
         ModelFacts(max_model_len=max_model_len, vocab_size=TINY_VOCAB_SIZE, system_fingerprint=FINGERPRINT),
+        keys=load_api_keys(config),
         now=lambda: NOW,
+        monotonic=monotonic,
         draw_seed=lambda: SEED,
     )
 
