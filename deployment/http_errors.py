@@ -91,9 +91,8 @@ async def _answer_api_error(_: Request, error: Exception) -> Response:
 async def _answer_http_exception(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), f"{error=}"
     status = HTTPStatus(error.status_code)
-    detail = ErrorDetail(
-        message=error.detail, type="invalid_request_error", param=None, code=status.name.lower()
-    )
+    error_type = InternalError.error_type if status >= 500 else InvalidRequestError.error_type
+    detail = ErrorDetail(message=error.detail, type=error_type, param=None, code=status.name.lower())
     return _json(status, ErrorBody(error=detail).model_dump_json().encode(), error.headers)
 
 
