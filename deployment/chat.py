@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import deepseek_recipe as recipe
 from pydantic import BaseModel
 
 from actors.messages import RequestOutput
+from deployment.chat_reader import ChatReader
 from deployment.errors import InvalidRequestError
-from deployment.generation import OutputReader, Piece, ReplyHeader, make_usage
-from deployment.logprobs import TokenAligner, chat_logprobs
+from deployment.generation import ReplyHeader, make_usage
+from deployment.logprobs import chat_logprobs
 from deployment.openai_chat import (
     ChatChoice,
     ChatChunkChoice,
@@ -27,12 +28,9 @@ from deployment.openai_chat import (
 )
 from deployment.openai_conversation import ChatPromptRequest
 from deployment.openai_generation import CompletionTokensDetails, Usage
-from deployment.reply_parser import VENDOR_MODEL_NAME, Channel, Parsed, ParsedText, ReplyParser
-from deployment.tokenizer import Detokenizer, Tokenizer
+from deployment.reply_parser import VENDOR_MODEL_NAME, Channel, Parsed, ParsedText
+from deployment.tokenizer import Tokenizer
 from deployment.tool_calls import call_deltas, whole_calls
-
-DROPPED_MARKER: str = recipe.SpecialToken.ThinkingEnd.default_str()
-"""What the vendor's parser leaves out of a reply, besides some newlines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,29 +119,23 @@ class ChatReply:
         self._header = header
         self._include_usage = request.include_usage
         self._num_prompt_tokens = len(prompt.token_ids)
-        self._is_thinking = prompt.conversation.conversation.thinking_mode
         self._tokenizer = tokenizer
-        self._reader = OutputReader(Detokenizer(tokenizer, show_markers=True))
-        self._parser = ReplyParser(prompt.conversation, max_calls=request.max_calls)
-        self._num_reasoning_tokens = 0
-        """Tokens up to the last one that gave reasoning."""
-        self._aligner = TokenAligner(DROPPED_MARKER) if request.num_logprobs is not None else None
+        self._has_logprobs = request.num_logprobs is not None
+        self._reader = ChatReader(
+            prompt.conversation,
+            tokenizer,
+            max_calls=request.max_calls,
+            wants_logprobs=self._has_logprobs,
+        )
 
     @property
     def is_finished(self) -> bool:
         """Whether the reply ended, at a stop string or with the engine's last output."""
-        return self._parser.finish_reason is not None
+        return self._reader.finish_reason is not None
 
     def push(self, output: RequestOutput) -> list[Parsed] | None:
         """Add an engine output."""
-        texts: list[Parsed] = []
-        for piece in self._reader.read(output):
-            texts += self._parse(piece)
-            if self.is_finished:
-                break
-        if output.finish_reason is not None and not self.is_finished:
-            texts += self._with_tokens(self._parser.finish(output.finish_reason))
-        return texts or None
+        return self._reader.push(output) or None
 
     def opening_chunks(self) -> list[BaseModel]:
         """The chunk that names the role."""
@@ -160,7 +152,7 @@ class ChatReply:
 
     def closing_chunks(self) -> list[BaseModel]:
         """The finish reason, then the token counts if they are wanted."""
-        chunks: list[BaseModel] = [self._chunk(ChatDelta(), finish_reason=self._parser.finish_reason)]
+        chunks: list[BaseModel] = [self._chunk(ChatDelta(), finish_reason=self._reader.finish_reason)]
         if self._include_usage:
             chunks.append(ChatCompletionChunk(**self._header, choices=[], usage=self._usage()))
         return chunks
@@ -171,36 +163,14 @@ class ChatReply:
         content, calls = _join(texts, "content"), whole_calls(texts)
         message = ChatReplyMessage(
             content=None if calls and not content else content,
-            reasoning_content=_join(texts, "reasoning_content") if self._is_thinking else None,
+            reasoning_content=_join(texts, "reasoning_content") if self._reader.is_thinking else None,
             tool_calls=calls or None,
         )
-        assert self._parser.finish_reason is not None, "the reply is finished"
+        assert self._reader.finish_reason is not None, "the reply is finished"
         choice = ChatChoice(
-            message=message, logprobs=self._logprobs(texts), finish_reason=self._parser.finish_reason
+            message=message, logprobs=self._logprobs(texts), finish_reason=self._reader.finish_reason
         )
         return ChatCompletion(**self._header, choices=[choice], usage=self._usage())
-
-    def _parse(self, piece: Piece) -> list[Parsed]:
-        if self._aligner and not self._parser.has_calls:
-            self._aligner.push(piece.text, piece.token if self._is_shown(piece) else None)
-        texts = self._parser.push(piece.text) if piece.text else []
-        if any(isinstance(part, ParsedText) and part.channel == "reasoning_content" for part in texts):
-            self._num_reasoning_tokens = self._reader.num_tokens
-        return self._with_tokens(texts)
-
-    def _is_shown(self, piece: Piece) -> bool:
-        """Whether the piece's token is part of any text; control tokens are not."""
-        token = piece.token
-        return token is not None and bool(self._tokenizer.text_bytes(token.token_id, show_markers=True))
-
-    def _with_tokens(self, texts: list[Parsed]) -> list[Parsed]:
-        if self._aligner is None:
-            return texts
-        aligner = self._aligner
-        return [
-            replace(part, tokens=aligner.take(part.text)) if isinstance(part, ParsedText) else part
-            for part in texts
-        ]
 
     def _chunk(
         self, delta: ChatDelta, *, logprobs: ChatLogprobs | None = None, finish_reason: str | None = None
@@ -209,9 +179,9 @@ class ChatReply:
         return ChatCompletionChunk(**self._header, choices=[choice])
 
     def _logprobs(self, texts: list[Parsed]) -> ChatLogprobs | None:
-        if self._aligner is None:
+        if not self._has_logprobs:
             return None
-        reasoning = self._channel_logprobs(texts, "reasoning_content") if self._is_thinking else None
+        reasoning = self._channel_logprobs(texts, "reasoning_content") if self._reader.is_thinking else None
         return ChatLogprobs(content=self._channel_logprobs(texts, "content"), reasoning_content=reasoning)
 
     def _channel_logprobs(self, texts: list[Parsed], channel: Channel) -> list[ChatTokenLogprob]:
@@ -220,8 +190,8 @@ class ChatReply:
 
     def _usage(self) -> Usage:
         details = None
-        if self._is_thinking:
-            details = CompletionTokensDetails(reasoning_tokens=self._num_reasoning_tokens)
+        if self._reader.is_thinking:
+            details = CompletionTokensDetails(reasoning_tokens=self._reader.num_reasoning_tokens)
         return make_usage(self._num_prompt_tokens, self._reader.num_tokens, details)
 
 
