@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from actors.messages import RequestOutput
 from deployment.chat_reader import ChatReader
 from deployment.errors import InvalidRequestError
-from deployment.generation import ReplyHeader, make_usage
+from deployment.generation import CompletionStream, ReplyHeader, make_usage
 from deployment.logprobs import chat_logprobs
 from deployment.openai_chat import (
     ChatChoice,
@@ -110,7 +110,7 @@ def _error_of_conversion(message: str) -> InvalidRequestError:
     return InvalidRequestError(message, param=param)
 
 
-class ChatReply:
+class ChatReply(CompletionStream):
     """A chat reply; see `generation.Reply`. A delta is what one engine output gave."""
 
     def __init__(
@@ -141,14 +141,14 @@ class ChatReply:
         """The chunk that names the role."""
         return [self._chunk(ChatDelta(role="assistant", content=""))]
 
-    def chunk(self, delta: list[Parsed]) -> BaseModel:
+    def chunks(self, delta: list[Parsed]) -> list[BaseModel]:
         """One chunk for all that an engine output gave: reasoning comes before content, that before calls."""
         message = ChatDelta(
             reasoning_content=_join(delta, "reasoning_content") or None,
             content=_join(delta, "content") or None,
             tool_calls=call_deltas(delta) or None,
         )
-        return self._chunk(message, logprobs=self._logprobs(delta))
+        return [self._chunk(message, logprobs=self._logprobs(delta))]
 
     def closing_chunks(self) -> list[BaseModel]:
         """The finish reason, then the token counts if they are wanted."""

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from actors.messages import FinishReason, RequestOutput
 from deployment.errors import InvalidRequestError
-from deployment.generation import OutputReader, ReplyHeader, make_usage
+from deployment.generation import CompletionStream, OutputReader, ReplyHeader, make_usage
 from deployment.logprobs import AlignedToken, TokenAligner, completion_logprobs
 from deployment.openai_completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from deployment.openai_generation import Usage
@@ -38,7 +38,7 @@ class CompletionNews:
     """Where log-probabilities are wanted: the tokens of `text`."""
 
 
-class CompletionReply:
+class CompletionReply(CompletionStream):
     """A completion; see `generation.Reply`."""
 
     def __init__(
@@ -78,9 +78,9 @@ class CompletionReply:
         """Nothing: a completion begins with its text."""
         return []
 
-    def chunk(self, delta: CompletionNews) -> BaseModel:
+    def chunks(self, delta: CompletionNews) -> list[BaseModel]:
         """The text of one engine output."""
-        return self._completion(delta.text, logprobs=self._logprobs([delta]))
+        return [self._completion(delta.text, logprobs=self._logprobs([delta]))]
 
     def closing_chunks(self) -> list[BaseModel]:
         """The finish reason, then the token counts if they are wanted."""

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from actors.messages import AddRequest, EngineHealth, EnginePlacement, RequestOutput, SampledToken
 from deployment.errors import ApiError, EngineDeadError, InternalError
 from deployment.http_errors import error_body, error_of_request, internal_error
+from deployment.openai_base import TypedEvent
 from deployment.openai_generation import CompletionTokensDetails, Usage
 from deployment.tokenizer import Detokenizer
 from placement.profile import Profile
@@ -57,6 +58,9 @@ class Reply(Protocol[_D]):
     The whole response is made from the same deltas as the stream, so they cannot differ.
     """
 
+    end_marker: str | None
+    """What the stream's last event has instead of a chunk; None: the last chunk is the end."""
+
     @property
     def is_finished(self) -> bool:
         """Whether the reply ended, which it may do before the engine does (at a stop string)."""
@@ -67,14 +71,27 @@ class Reply(Protocol[_D]):
     def opening_chunks(self) -> list[BaseModel]:
         """What a stream begins with."""
 
-    def chunk(self, delta: _D) -> BaseModel:
-        """A delta as an event of the stream."""
+    def chunks(self, delta: _D) -> list[BaseModel]:
+        """A delta as events of the stream; a `TypedEvent` is sent under its type."""
 
     def closing_chunks(self) -> list[BaseModel]:
         """What a finished stream ends with."""
 
+    def failure_chunks(self, error: ApiError) -> list[BaseModel]:
+        """What a stream ends with that failed midway."""
+
     def response(self, deltas: list[_D]) -> BaseModel:
         """The whole of a finished reply."""
+
+
+class CompletionStream:
+    """How both completion endpoints end a stream, and tell of a failure in it."""
+
+    end_marker: str | None = "[DONE]"
+
+    def failure_chunks(self, error: ApiError) -> list[BaseModel]:
+        """The error."""
+        return [error_body(error)]
 
 
 class ReplyHeader(TypedDict):
@@ -174,25 +191,31 @@ class Generation(Generic[_D]):
         try:
             opening = self._reply.opening_chunks()
             async for delta in _chain(first, rest):
-                chunks = opening if delta is None else [*opening, self._reply.chunk(delta)]
+                chunks = opening if delta is None else [*opening, *self._reply.chunks(delta)]
                 opening = []
                 if chunks:
                     yield _events_of(chunks)
             yield _events_of(self._reply.closing_chunks())
         except ApiError as error:
-            yield _data(error_body(error))
+            yield _events_of(self._reply.failure_chunks(error))
         except Exception:
             logger.exception("request %s failed while it was streamed", self._request.request_id)
-            yield _data(error_body(internal_error()))
-        yield _data(b"[DONE]")
+            yield _events_of(self._reply.failure_chunks(internal_error()))
+        if self._reply.end_marker is not None:
+            yield _data(self._reply.end_marker)
 
 
 def _events_of(chunks: list[BaseModel]) -> bytes:
-    return b"".join(_data(chunk.model_dump_json().encode()) for chunk in chunks)
+    return b"".join(map(_event, chunks))
 
 
-def _data(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
+def _event(chunk: BaseModel) -> bytes:
+    name = f"event: {chunk.type}\n".encode() if isinstance(chunk, TypedEvent) else b""
+    return name + _data(chunk.model_dump_json())
+
+
+def _data(data: str) -> bytes:
+    return f"data: {data}\n\n".encode()
 
 
 async def _chain(first: _T, rest: AsyncGenerator[_T, None]) -> AsyncGenerator[_T, None]:

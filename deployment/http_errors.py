@@ -29,10 +29,10 @@ CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that left; nobody receives it, but logs show it."""
 
 
-def error_body(error: ApiError) -> bytes:
-    """The JSON body that tells a client of `error`."""
+def error_body(error: ApiError) -> ErrorBody:
+    """The body that tells a client of `error`."""
     detail = ErrorDetail(message=error.message, type=error.error_type, param=error.param, code=error.code)
-    return ErrorBody(error=detail).model_dump_json().encode()
+    return ErrorBody(error=detail)
 
 
 def error_response(error: ApiError) -> Response:
@@ -93,7 +93,7 @@ async def _answer_http_exception(_: Request, error: Exception) -> Response:
     status = HTTPStatus(error.status_code)
     error_type = InternalError.error_type if status >= 500 else InvalidRequestError.error_type
     detail = ErrorDetail(message=error.detail, type=error_type, param=None, code=status.name.lower())
-    return _json(status, ErrorBody(error=detail).model_dump_json().encode(), error.headers)
+    return _json(status, ErrorBody(error=detail), error.headers)
 
 
 async def _answer_disconnect(_: Request, __: Exception) -> Response:
@@ -102,11 +102,13 @@ async def _answer_disconnect(_: Request, __: Exception) -> Response:
 
 async def _answer_unexpected(request: Request, error: Exception) -> Response:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return _json(InternalError.status, error_body(internal_error()))
+    return error_response(internal_error())
 
 
-def _json(status: int, body: bytes, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(body, status_code=status, media_type="application/json", headers=headers)
+def _json(status: int, body: ErrorBody, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(
+        body.model_dump_json(), status_code=status, media_type="application/json", headers=headers
+    )
 
 
 EXCEPTION_HANDLERS: dict[Any, Any] = {

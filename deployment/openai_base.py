@@ -28,6 +28,12 @@ class ResponsePart(BaseModel):
     """Base of what the server sends."""
 
 
+class TypedEvent(ResponsePart):
+    """Base of events of a stream that are sent under the name of their type."""
+
+    type: str
+
+
 Ignored = Any
 """Type of a parameter that OpenAI's API knows and that changes nothing here."""
 

@@ -58,7 +58,8 @@ def answer(
         if reply.is_finished:
             break
     whole = reply.response(deltas)
-    chunks = [*reply.opening_chunks(), *map(reply.chunk, deltas), *reply.closing_chunks()]
+    told = [chunk for delta in deltas for chunk in reply.chunks(delta)]
+    chunks = [*reply.opening_chunks(), *told, *reply.closing_chunks()]
     assert isinstance(whole, ChatCompletion)
     _check_same(whole, [chunk.model_dump() for chunk in chunks])
     return whole

@@ -35,7 +35,8 @@ def complete(script: list[RequestOutput], tokenizer: Tokenizer | None = None, **
         if reply.is_finished:
             break
     whole = reply.response(deltas)
-    chunks = [*reply.opening_chunks(), *map(reply.chunk, deltas), *reply.closing_chunks()]
+    told = [chunk for delta in deltas for chunk in reply.chunks(delta)]
+    chunks = [*reply.opening_chunks(), *told, *reply.closing_chunks()]
     assert isinstance(whole, Completion)
     choices = [chunk.choices[0] for chunk in chunks if isinstance(chunk, Completion)]
     _check_same(whole.choices[0], choices)
