@@ -13,18 +13,22 @@ from deployment.chat import ChatReply
 from deployment.completions import CompletionReply
 from deployment.config import ApiConfig
 from deployment.endpoint import Endpoint
-from deployment.errors import ContextLengthError
+from deployment.errors import ContextLengthError, InvalidRequestError
 from deployment.generation import EngineHandle, Generation, ReplyHeader
 from deployment.openai_chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from deployment.openai_completions import Completion, CompletionRequest
 from deployment.openai_generation import GenerationRequest
+from deployment.openai_response_parts import ResponseBody, StreamEvent
+from deployment.openai_responses import ResponsesRequest
 from deployment.prompt_encoder import PromptEncoder
 from deployment.request_reader import ModelFacts, RequestReader
+from deployment.response_input import as_chat, named_as_in_response
+from deployment.responses import ResponsesReply
 from deployment.tokenizer import Tokenizer
 
 
 class CompletionApi:
-    """Chat and plain completions. They refuse what the engine would, before it is asked.
+    """Chat, plain completions and responses. They refuse what the engine would, before it is asked.
 
     Args:
         engine: runs the requests.
@@ -78,6 +82,15 @@ class CompletionApi:
                 response=Completion,
                 event=Completion,
             ),
+            Endpoint(
+                method="POST",
+                path="/v1/responses",
+                handler=self.create_response,
+                summary="The model's next turn, as output items; nothing is stored",
+                request=ResponsesRequest,
+                response=ResponseBody,
+                event=StreamEvent,
+            ),
         ]
 
     async def create_chat_completion(self, request: Request) -> Generation[Any]:
@@ -85,7 +98,7 @@ class CompletionApi:
         body = await self._reader.read(request, ChatCompletionRequest)
         self._check(body)
         prompt = await self._encoder.encode_chat(body, body.stop_strings)
-        engine_request = self._engine_request("chatcmpl", body, prompt.token_ids)
+        engine_request = self._engine_request("chatcmpl-", body, prompt.token_ids)
         reply = ChatReply(self._header(engine_request), body, prompt, self._tokenizer)
         return Generation(self._engine, engine_request, reply, stream=bool(body.stream))
 
@@ -95,8 +108,22 @@ class CompletionApi:
         self._check(body)
         prompt = await self._encoder.encode_completion(body)
         self._reader.check_token_ids("prompt", prompt)
-        engine_request = self._engine_request("cmpl", body, prompt)
+        engine_request = self._engine_request("cmpl-", body, prompt)
         reply = CompletionReply(self._header(engine_request), body, len(prompt), self._tokenizer)
+        return Generation(self._engine, engine_request, reply, stream=bool(body.stream))
+
+    async def create_response(self, request: Request) -> Generation[Any]:
+        """POST /v1/responses."""
+        body = await self._reader.read(request, ResponsesRequest)
+        self._reader.check_model(body.model)
+        chat = as_chat(body)
+        try:
+            prompt = await self._encoder.encode_chat(chat)
+        except InvalidRequestError as error:
+            raise named_as_in_response(error) from error
+        engine_request = self._engine_request("resp_", chat, prompt.token_ids)
+        header = self._header(engine_request)
+        reply = ResponsesReply(header, body, prompt, chat.max_calls, self._tokenizer)
         return Generation(self._engine, engine_request, reply, stream=bool(body.stream))
 
     def _check(self, body: GenerationRequest) -> None:
@@ -107,7 +134,7 @@ class CompletionApi:
         self, prefix: str, body: GenerationRequest, prompt_token_ids: list[int]
     ) -> AddRequest:
         return AddRequest(
-            request_id=f"{prefix}-{uuid.uuid4().hex}",
+            request_id=f"{prefix}{uuid.uuid4().hex}",
             prompt_token_ids=prompt_token_ids,
             sampling=body.sampling_params(self._draw_seed()),
             max_tokens=self._max_tokens(body, len(prompt_token_ids)),

@@ -1,4 +1,4 @@
-"""What both completion endpoints understand, and the token counts that both report."""
+"""What all endpoints that generate understand, and the token counts that both completion endpoints report."""
 
 from __future__ import annotations
 
@@ -41,12 +41,10 @@ class StreamOptions(RequestPart):
     """End with a chunk that has the token counts."""
 
 
-class GenerationRequest(RequestPart):
-    """What both completion endpoints understand."""
+class SampledRequest(RequestPart):
+    """What all endpoints that generate understand."""
 
     model: str = Field(max_length=256)
-    max_tokens: int | None = Field(default=None, ge=1)
-    """Largest number of new tokens. Unset: see `default_max_tokens`."""
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=INT64_MAX)
@@ -55,14 +53,7 @@ class GenerationRequest(RequestPart):
     seed: int | None = Field(default=None, ge=-INT64_MAX - 1, le=INT64_MAX)
     """Equal seeds give equal replies while `system_fingerprint` stays the same. Unset: drawn at random for each
     request."""
-    stop: Stop | None = None
-    """The text ends before the first of these."""
-    stop_token_ids: list[TokenId] | None = None
-    """The text ends before the first of these, too."""
-    ignore_eos: bool | None = None
-    """Go on when the model ends its turn."""
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
     """`flex` runs when nothing more urgent does; the others are all the same here."""
 
@@ -72,6 +63,20 @@ class GenerationRequest(RequestPart):
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
+
+
+class GenerationRequest(SampledRequest):
+    """What both completion endpoints understand."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Largest number of new tokens. Unset: see `default_max_tokens`."""
+    stop: Stop | None = None
+    """The text ends before the first of these."""
+    stop_token_ids: list[TokenId] | None = None
+    """The text ends before the first of these, too."""
+    ignore_eos: bool | None = None
+    """Go on when the model ends its turn."""
+    stream_options: StreamOptions | None = None
 
     n: Annotated[Any, only(1)] = None
     frequency_penalty: Annotated[Any, only(0, 0.0)] = None

@@ -11,10 +11,13 @@ from deployment.openai_base import RequestPart, ResponsePart, is_none
 # --- requests ---
 
 
+ToolName = Annotated[str, Field(pattern=r"\A[a-zA-Z0-9_-]+\z")]
+
+
 class FunctionTool(RequestPart):
     """A function that the model may call."""
 
-    name: str = Field(pattern=r"\A[a-zA-Z0-9_-]+\z")
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments."""

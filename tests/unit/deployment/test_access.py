@@ -21,6 +21,7 @@ PROTECTED = [
     ("GET", f"/v1/models/{MODEL}"),
     ("POST", COMPLETIONS),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/responses"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/v1/placement"),

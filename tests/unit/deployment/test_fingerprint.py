@@ -39,7 +39,7 @@ def test_it_is_short_and_the_same_each_time():
 @pytest.mark.parametrize(
     "change",
     [
-        {"model_hash": "abd"},
+        {"model_hash": "xyz"},
         {"device": "cuda"},
         {"thinks_by_default": False},
         {"software": {"hotset": "2", "torch": "2"}},
