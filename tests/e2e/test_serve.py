@@ -99,6 +99,20 @@ def test_the_official_client_gets_the_same_text_streamed_and_whole(client: opena
     assert [m.id for m in client.models.list()] == [MODEL]
 
 
+def test_the_official_client_gets_the_same_response_streamed_and_whole(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "input": "Hello",
+        "max_output_tokens": 12,
+        "extra_body": {"seed": 3},
+    }
+    whole = client.responses.create(**options)
+    *events, last = client.responses.create(**options, stream=True)
+    assert last.type == "response.incomplete"
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert whole.output_text == last.response.output_text == "".join(deltas) != ""
+
+
 def test_requests_together_give_the_tokens_they_give_alone(client: openai.OpenAI) -> None:
     prompts = ["The cat", "sat on the mat, and a longer prompt is cut into several chunks", "x", "on"]
     alone = [complete(client, prompt) for prompt in prompts]
@@ -243,6 +257,7 @@ def refusal_while_down(base_url: str) -> httpx.Response:
     response = httpx.post(f"{base_url}/v1/completions", json={"model": MODEL, "prompt": "x"}, timeout=30)
     assert response.status_code == 503, response.text
     assert not is_healthy(base_url)
+    assert httpx.get(f"{base_url}/health/live", timeout=10).status_code == 200
     return response
 
 
